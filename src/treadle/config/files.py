@@ -1,0 +1,105 @@
+"""Writing that is never seen half done, and paths that stay inside their folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from treadle.config.errors import TreadleError, UserError
+
+
+def write_atomically(path: str | Path, content: bytes) -> None:
+    """Write `content` beside `path`, flush it to disk, rename it into place. Raises TreadleError (disk full)."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with disk_errors(target), aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(target: str | Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target` that becomes `target` when the block ends without an error.
+
+    What it holds is flushed to disk before the rename. On an error, Ctrl-C included, it is removed.
+    Raises UserError where `target` exists and is not empty; TreadleError when the disk is full.
+    """
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} already exists; choose another folder or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with disk_errors(target):
+            aside.mkdir()
+            yield aside
+            sync_tree(aside)
+            if target.exists():
+                target.rmdir()
+            os.rename(aside, target)
+            sync_folder(target.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder` to disk."""
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            descriptor = os.open(os.path.join(directory, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(directory))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries (names and renames) to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def disk_errors(target: str | Path) -> Iterator[None]:
+    """Turn the operating system's errors about writing `target` into one sentence each."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise TreadleError(
+                f"the disk is full: could not write {target}; free some space or choose another folder"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"may not write {target}: {error.strerror}; choose a folder that you own") from error
+        raise
+
+
+def inside(folder: str | Path, name: str) -> Path:
+    """Return folder/name, refusing a name that leads out of it (`..`, an absolute path, a link). Raises UserError."""
+    root = Path(folder).resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        raise UserError(f"'{name}' leads out of {folder}; only files inside it are read")
+    return root / name
+
+
+def cache_home() -> Path:
+    """Return Treadle's cache folder: $TREADLE_CACHE, or treadle/ under the user's cache folder."""
+    if chosen := os.environ.get("TREADLE_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "treadle"
