@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treadle.serve.engine import Engine
     from treadle.serve.model import Model, load
-    from treadle.train import train
+    from treadle.train.api import train
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "Model", "__version__", "load", "train"]

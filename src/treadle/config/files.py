@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from treadle.config.errors import TreadleError, UserError
@@ -28,7 +28,7 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(target: str | Path) -> Iterator[Path]:
+def atomic_folder(target: str | Path) -> Generator[Path]:
     """Yield an empty folder beside `target` that becomes `target` when the block ends without an error.
 
     What it holds is flushed to disk before the rename. On an error, Ctrl-C included, it is removed.
@@ -75,7 +75,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(target: str | Path) -> Iterator[None]:
+def disk_errors(target: str | Path) -> Generator[None]:
     """Turn the operating system's errors about writing `target` into one sentence each."""
     try:
         yield

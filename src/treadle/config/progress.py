@@ -12,20 +12,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Protocol
 
 
 class Step(Protocol):
     """Advance the bar by `amount` (in the bar's unit) and set the note shown beside it."""
 
-    def __call__(self, amount: float = 1, note: str = "") -> None: ...
+    def __call__(self, amount: float = 1.0, note: str = "") -> None: ...
 
 
 @contextlib.contextmanager
 def progress(
     title: str, total: float | None, unit: str = "", after: float = 1.0, every: float = 10.0
-) -> Iterator[Step]:
+) -> Generator[Step]:
     """Show progress of something of `total` units (None: unknown) once it has run for `after` seconds.
 
     Without a terminal a line is printed each `every` seconds. Other ranks than 0 stay silent.
@@ -33,12 +33,12 @@ def progress(
     import os
 
     if os.environ.get("RANK", "0") != "0":
-        yield lambda amount=1, note="": None
+        yield lambda amount=1.0, note="": None
         return
     display = _Bar(title, total, unit) if sys.stderr.isatty() else _Lines(title, total, unit, every)
     started, done = time.monotonic(), 0.0
 
-    def step(amount: float = 1, note: str = "") -> None:
+    def step(amount: float = 1.0, note: str = "") -> None:
         nonlocal done
         done += amount
         if time.monotonic() - started >= after:

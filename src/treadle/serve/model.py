@@ -1,0 +1,10 @@
+"""."""
+
+
+class Model:
+    """."""
+
+
+def load() -> Model:
+    """."""
+    raise NotImplementedError
