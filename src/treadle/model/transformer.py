@@ -1,0 +1,93 @@
+"""The decoder-only transformer, built from a spec. The only definition: it is trained, evaluated and served."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from treadle import ops
+from treadle.model.blocks import Embedding, Layer, Linear, RmsNorm
+from treadle.model.context import Context
+from treadle.model.spec import ModelSpec
+
+
+class Transformer(nn.Module):
+    """Tokens [T] of packed sequences to logits, or straight to the loss without ever holding all logits.
+
+    Parameters are created uninitialized on `device` (often "meta"); load weights or call `initialize`.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.spec = spec
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                self.embedding = Embedding(spec.vocabulary, spec.width)
+                self.layers = nn.ModuleList(Layer(layer, spec, index) for index, layer in enumerate(spec.layers))
+                self.norm = RmsNorm(spec.width, spec.norm_eps, spec.norm_offset)
+                self.head = None if spec.tied else Linear(spec.width, spec.vocabulary)
+        finally:
+            torch.set_default_dtype(default)
+        # The scale as Transformers applies it: rounded to the model's dtype (Gemma's sqrt(D) in bf16 is not sqrt(D)).
+        self.scales_embedding = spec.embedding_scale != 1.0
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "T"],
+        context: Context,
+        targets: Int[Tensor, "T"] | None = None,
+        token_weights: Float[Tensor, "T"] | None = None,
+        rows: Int[Tensor, "R"] | None = None,
+    ) -> Float[Tensor, "R V"] | tuple[Float[Tensor, ""], Float[Tensor, "T"]]:
+        """Return logits [R, V] of `rows` (default: every token), or with `targets` the pair (loss sum, token losses).
+
+        The loss sum is the sum over tokens of token_weights x cross-entropy (weights default to 1), in fp32; dividing
+        it by a token count is the caller's business, who alone knows the global batch.
+        """
+        x = self.embedding(tokens)
+        if self.scales_embedding:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, context)
+        if rows is not None:
+            x = x[rows]
+        x = self.norm(x)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if targets is not None:
+            if token_weights is None:
+                token_weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+            return ops.linear_cross_entropy(x, weight, targets, token_weights, self.spec.final_softcap)
+        logits = ops.linear(x, weight)
+        if self.spec.final_softcap:
+            logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
+        return logits
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fill every parameter: matrices N(0, initializer_range), those that write to the residual stream scaled by
+        1/sqrt(2L) (GPT-2), norms 1, biases and sinks 0. Each parameter draws from a generator of its own, seeded by its
+        name, so that the values do not depend on how the model is laid out over devices.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0 - self.spec.norm_offset)
+            elif name.endswith((".bias", ".sinks")):
+                parameter.zero_()
+            else:
+                deviation = self.spec.initializer_range
+                if name.endswith((".o.weight", ".down.weight")):
+                    deviation /= math.sqrt(2 * len(self.spec.layers))
+                parameter.copy_(_normal(name, parameter.shape, seed) * deviation)
+
+
+def _normal(name: str, shape: torch.Size, seed: int) -> Tensor:
+    import hashlib
+
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
