@@ -29,10 +29,12 @@ class ConfigReader:
 
     # Say how a checkpoint was made or is to be sampled from; they change no weight and no arithmetic of the model.
     HARMLESS = frozenset(
-        "_name_or_path architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype "
-        "transformers_version use_cache model_type output_attentions output_hidden_states return_dict initializer_range tie_word_embeddings "
-        "pretraining_tp id2label label2id problem_type is_encoder_decoder chunk_size_feed_forward "
-        "attn_implementation _attn_implementation_autoset cache_implementation".split()
+        """
+        _attn_implementation_autoset _name_or_path architectures attn_implementation auto_map bos_token_id
+        cache_implementation chunk_size_feed_forward dtype eos_token_id id2label initializer_range is_encoder_decoder
+        label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict
+        tie_word_embeddings torch_dtype transformers_version use_cache
+        """.split()
     )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
