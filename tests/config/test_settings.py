@@ -1,0 +1,118 @@
+"""Settings: what is wrong is named, with the way out; what is right is read back as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from treadle.config import Settings, UserError, load_settings, parse_settings
+from treadle.config.settings import save_settings, set_dotted
+
+
+class Inner(Settings):
+    steps: int = Field(10, ge=1)
+    learning_rate: float = Field(3e-4, gt=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+class Source(Settings):
+    path: str
+    weight: float = 1.0
+
+
+class Outer(Settings):
+    train: Inner = Inner()
+    sources: list[Source] = []
+    name: str = "x"
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    file = write(tmp_path, "train: {steps: 5}\nsources: [{path: a}]\n")
+    settings = load_settings(Outer, file, ["train.learning_rate=1e-3", "sources.0.weight=2", "name=run 7"])
+    assert settings.train == Inner(steps=5, learning_rate=1e-3)
+    assert settings.sources == [Source(path="a", weight=2.0)]
+    assert settings.name == "run 7"
+
+
+def test_override_makes_the_path_it_needs() -> None:
+    assert load_settings(Outer, None, ["train.steps=3"]).train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("train: {stpes: 5}", [], ["run.yaml", "train.stpes", "did you mean 'steps'"]),
+        ("trian: {}", [], ["trian", "did you mean 'train'"]),
+        ("zzz: 1", [], ["zzz", "known keys", "sources"]),
+        ("train: {steps: 0}", [], ["train.steps", "0", "greater than or equal to 1"]),
+        ("train: {steps: many}", [], ["train.steps", "'many'", "integer"]),
+        ("train: {precision: bf17}", [], ["train.precision", "'bf17'", "'fp32' or 'bf16'"]),
+        ("sources: [{paht: a}]", [], ["sources.0.paht", "did you mean 'path'", "sources.0.path", "required"]),
+        ("train: {steps: 1}\ntrain: {steps: 2}", [], ["run.yaml", "'train' is given twice"]),
+        ("- 1", [], ["keys and values"]),
+        ("a: [", [], ["not valid YAML"]),
+        ("", ["train.steps"], ["train.steps", "key.path=value"]),
+        ("", ["sources.0.path=a"], ["'sources'", "valid list"]),
+        ("sources: [{path: a}]", ["sources.3.path=a"], ["sources", "list of 1"]),
+        ("", ["train.stesp=4"], ["train.stesp", "did you mean 'steps'"]),
+    ],
+)
+def test_each_mistake_is_named_in_one_line(tmp_path: Path, text: str, overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_settings(Outer, write(tmp_path, text), overrides)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
+        load_settings(Outer, tmp_path / "nowhere.yaml")
+
+
+def test_yaml_runs_no_code(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_settings(Outer, write(tmp_path, "name: !!python/object/apply:os.system ['true']"))
+
+
+def test_settings_do_not_change_after_validation() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Outer().name = "y"  # pyrefly: ignore
+
+
+@given(
+    steps=st.integers(1, 10**9),
+    rate=st.floats(1e-12, 1e6),
+    name=st.text(st.characters(blacklist_categories=["Cs", "Cc"], blacklist_characters="\x85\u2028\u2029\ufeff")),
+)
+def test_saved_settings_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, steps: int, rate: float, name: str
+) -> None:
+    settings = parse_settings(
+        Outer, {"train": {"steps": steps, "learning_rate": rate}, "name": name, "sources": [{"path": name}]}
+    )
+    file = tmp_path_factory.mktemp("settings") / "settings.yaml"
+    save_settings(settings, file)
+    assert load_settings(Outer, file) == settings
+
+
+@given(number=st.floats(1e-300, 1e300))
+def test_numbers_in_every_notation_are_numbers(number: float) -> None:
+    tree: dict = {}
+    set_dotted(tree, f"x={number!r}")
+    set_dotted(tree, f"y={number:e}")
+    assert tree["x"] == number
+    assert tree["y"] == pytest.approx(number, rel=1e-6)
+    set_dotted(tree, "z=3e-4")
+    assert tree["z"] == 3e-4
