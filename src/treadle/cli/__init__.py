@@ -11,6 +11,7 @@ import typer
 
 # verb -> what `treadle --help` says of it; the verb lives in treadle/cli/<verb>.py as `app`
 VERBS = {
+    "quickstart": "The whole journey on real data: prepare, train, evaluate, serve, ask.",
     "doctor": "Show what this machine can do and what Treadle will use.",
     "data": "Prepare text for training, and look at what was prepared.",
     "train": "Train or fine-tune a model from a YAML file.",
