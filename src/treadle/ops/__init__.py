@@ -1,1 +1,26 @@
-"""."""
+"""Operators: each a schema, a readable PyTorch reference and any number of kernels; see `registry` for adding one."""
+
+from treadle.ops.activation import gated_activation
+from treadle.ops.attention import cached_attention, packed_attention
+from treadle.ops.linear import embedding, linear
+from treadle.ops.loss import linear_cross_entropy
+from treadle.ops.norm import add_rms_norm, rms_norm
+from treadle.ops.registry import OPERATORS, Kernel, Operator
+from treadle.ops.rope import rope
+from treadle.ops.sampling import sample
+
+__all__ = [
+    "OPERATORS",
+    "Kernel",
+    "Operator",
+    "add_rms_norm",
+    "cached_attention",
+    "embedding",
+    "gated_activation",
+    "linear",
+    "linear_cross_entropy",
+    "packed_attention",
+    "rms_norm",
+    "rope",
+    "sample",
+]

@@ -1,0 +1,110 @@
+"""Cross-entropy fused with the output head, so that the logits of all tokens never exist at once.
+
+The gradients are computed in the forward pass, while a chunk's logits are at hand, and scaled in the backward pass by
+the gradient that arrives (as in Hsu et al. 2024, Liger Kernel, section 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from treadle.ops.linear import accumulator
+from treadle.ops.registry import Operator
+
+CHUNK_LOGITS = 4 << 20
+
+
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the weighted loss sum, each token's loss, and the gradients of x and weight (empty unless asked for)."""
+    wide = accumulator(x.dtype)
+    vocabulary = weight.shape[0]
+    losses = x.new_zeros(x.shape[0], dtype=wide)
+    grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if with_gradients else x.new_empty(0)
+    grad_weight = weight.new_zeros(weight.shape, dtype=wide) if with_gradients else weight.new_empty(0)
+    counted = token_weights.nonzero()[:, 0]
+    head = weight.to(x.dtype)
+    chosen = targets[counted]
+    if counted.numel() and not (int(chosen.min()) >= 0 and int(chosen.max()) < vocabulary):
+        raise ValueError(f"a target lies outside the vocabulary of {vocabulary} tokens")
+    for rows in counted.split(max(1, CHUNK_LOGITS // vocabulary)):
+        chunk, target = x[rows], targets[rows][:, None]
+        logits = F.linear(chunk, head).to(wide)
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        total = logits.logsumexp(-1, keepdim=True)
+        losses[rows] = (total - logits.gather(1, target))[:, 0]
+        if with_gradients:
+            grad = torch.exp(logits - total)
+            grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
+            grad *= token_weights[rows].to(wide)[:, None]
+            if softcap:
+                grad *= 1 - (logits / softcap).square()
+            grad = grad.to(x.dtype)
+            grad_x[rows] = grad @ head
+            grad_weight += grad.t() @ chunk
+    if with_gradients:
+        grad_weight = grad_weight.to(weight.dtype)
+    return (losses * token_weights.to(wide)).sum(), losses, grad_x, grad_weight
+
+
+def _fake(
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = accumulator(x.dtype)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if with_gradients else x.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape if with_gradients else (0,))
+    return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), grad_x, grad_weight
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, _, grad_x, grad_weight = output
+    ctx.with_gradients = inputs[-1]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad_x, grad_weight)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+    if grad is None:
+        return None, None, None, None, None, None
+    if not ctx.with_gradients:
+        raise RuntimeError("linear_cross_entropy was called without with_gradients, so it has no backward pass")
+    grad_x, grad_weight = ctx.saved_tensors
+    return (grad_x * grad).to(grad_x.dtype), (grad_weight * grad).to(grad_weight.dtype), None, None, None, None
+
+
+LINEAR_CROSS_ENTROPY = Operator(
+    "linear_cross_entropy",
+    "(Tensor x, Tensor weight, Tensor targets, Tensor token_weights, float softcap, bool with_gradients) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    linear_cross_entropy_reference,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup,
+)
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, " T"],
+    token_weights: Float[Tensor, " T"],
+    softcap: float = 0.0,
+) -> tuple[Float[Tensor, ""], Float[Tensor, " T"]]:
+    """Return (sum over t of token_weights[t] * loss[t], loss [T]).
+
+    A token's loss is -log softmax(x @ weight.T)[target], in nats.
+
+    Only the sum is differentiable, with respect to x and weight. A token of weight 0 is skipped: its loss is 0 and its
+    target may be anything (-100). Raises ValueError for another target outside [0, V).
+    """
+    with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss_sum, losses, _, _ = LINEAR_CROSS_ENTROPY.call(x, weight, targets, token_weights, softcap, with_gradients)
+    return loss_sum, losses

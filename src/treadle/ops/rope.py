@@ -1,0 +1,56 @@
+"""Rotary position embedding (Su et al. 2021, section 3.4.2). The model makes the angles, whatever their scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from treadle.ops.linear import accumulator
+from treadle.ops.registry import Operator
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    rotated = 2 * cos.shape[-1]
+    wide = x[..., :rotated].to(accumulator(x.dtype))
+    cos, sin = cos.to(wide.dtype)[:, None], sin.to(wide.dtype)[:, None]
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = wide.chunk(2, -1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((turned.to(x.dtype), x[..., rotated:]), -1)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, cos, sin, ctx.interleaved = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Any:
+    cos, sin = ctx.saved_tensors
+    # The inverse of a rotation is its transpose: turn the gradient back by the same angles.
+    return ROPE.call(grad, cos, -sin, ctx.interleaved), None, None, None
+
+
+ROPE = Operator(
+    "rope",
+    "(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",
+    rope_reference,
+    fake=lambda x, cos, sin, interleaved=False: torch.empty_like(x, memory_format=torch.contiguous_format),
+    backward=_backward,
+    setup_context=_setup,
+)
+
+
+def rope(
+    x: Float[Tensor, "T H E"], cos: Float[Tensor, "T R"], sin: Float[Tensor, "T R"], interleaved: bool = False
+) -> Float[Tensor, "T H E"]:
+    """Return x with its first 2R channels rotated, pair r of token t by the angle whose cosine and sine are given.
+
+    Pair r is channels (r, r + R), or (2r, 2r + 1) when `interleaved`. No gradient flows to cos and sin.
+    """
+    return ROPE.call(x, cos, sin, interleaved)
