@@ -18,8 +18,9 @@ from treadle.config.plugins import Parts
 class ScheduleSettings(Settings):
     """How the learning rate moves: a linear warm-up over `warmup_steps`, then what `name` says, down to `final`.
 
-    `warmup_steps` left out is a twentieth of the run, at most 100. `final` is the factor at the last step (of the peak). `decay_steps` and `decay` belong to wsd: the length of its
-    last part (left out: a fifth of the run) and its form. `options` is for schedules of other packages.
+    `warmup_steps` left out is a twentieth of the run, at most 100. `final` is the factor (of the peak) at the last
+    step. `decay_steps` and `decay` belong to wsd: the length of its last part, by default a fifth of the run, and its
+    form. `options` is for schedules of other packages.
     """
 
     name: str = "cosine"
@@ -97,7 +98,7 @@ def wsd(step: int, total_steps: int, settings: ScheduleSettings) -> float:
     These go down to `final` as 1 - sqrt(share) (Hägele et al. 2024, arXiv 2405.18392), linearly or along a cosine.
     """
     decay_steps = settings.decay_steps or max(1, total_steps // 5)
-    share = _share(step, max(warmup_length(total_steps, settings), total_steps - decay_steps), total_steps)
+    share = _share(step, max(warmup_length(total_steps, settings), total_steps - 1 - decay_steps), total_steps)
     left = {"linear": 1 - share, "sqrt": 1 - math.sqrt(share), "cosine": (1 + math.cos(math.pi * share)) / 2}
     return warmed_up(step, total_steps, settings, _falling(left[settings.decay], settings))
 
