@@ -11,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treadle.config.errors import UserError, nearest
+from treadle.ops import native
 from treadle.ops.linear import accumulator
+from treadle.ops.native import abi
 from treadle.ops.registry import Operator
 
 TANH_SCALE, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
@@ -91,6 +93,61 @@ GATED_ACTIVATION = Operator(
     backward=_backward,
     setup_context=_setup,
 )
+
+
+def _fits(gate: Tensor, up: Tensor, kind: str, grad: Tensor | None = None) -> bool:
+    return (
+        abi.on_cpu(gate, up)
+        and kind in abi.ACTIVATIONS
+        and gate.dtype == up.dtype
+        and gate.shape == up.shape
+        and (grad is None or (grad.dtype == gate.dtype and grad.shape == gate.shape))
+    )
+
+
+_FITS = f"float32 or bfloat16 on CPU; {', '.join(abi.ACTIVATIONS)}"
+_gated, _gated_backward = abi.function("gated_activation"), abi.function("gated_activation_backward")
+
+
+@GATED_ACTIVATION.kernel("native", native.missing, accepts=_fits, takes=_FITS)
+def _native(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    gate, up, out = abi.by_rows(gate), abi.by_rows(up), _like(gate)
+    width = gate.shape[-1]
+    arguments = abi.GatedActivation(
+        abi.DTYPES[gate.dtype],
+        abi.ACTIVATIONS[kind],
+        width,
+        abi.rows_of(gate),
+        abi.rows_of(up),
+        abi.dense_rows(out),
+        abi.NO_ROWS,
+        abi.NO_ROWS,
+        abi.NO_ROWS,
+    )
+    _gated(arguments, gate.numel() // max(width, 1), torch.get_num_threads())
+    return out
+
+
+@GATED_ACTIVATION_BACKWARD.kernel(
+    "native", native.missing, accepts=lambda grad, gate, up, kind: _fits(gate, up, kind, grad), takes=_FITS
+)
+def _backward_native(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    grad, gate, up = abi.by_rows(grad), abi.by_rows(gate), abi.by_rows(up)
+    grad_gate, grad_up = _like(gate), _like(up)
+    width = gate.shape[-1]
+    arguments = abi.GatedActivation(
+        abi.DTYPES[gate.dtype],
+        abi.ACTIVATIONS[kind],
+        width,
+        abi.rows_of(gate),
+        abi.rows_of(up),
+        abi.NO_ROWS,
+        abi.rows_of(grad),
+        abi.dense_rows(grad_gate),
+        abi.dense_rows(grad_up),
+    )
+    _gated_backward(arguments, gate.numel() // max(width, 1), torch.get_num_threads())
+    return grad_gate, grad_up
 
 
 def gated_activation(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"], kind: str) -> Float[Tensor, "T F"]:

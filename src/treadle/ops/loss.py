@@ -13,10 +13,26 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from treadle.ops import native
 from treadle.ops.linear import accumulator
+from treadle.ops.native import abi
 from treadle.ops.registry import Operator
 
-CHUNK_LOGITS = 4 << 20
+CHUNK_LOGITS, CHUNK_TOKENS = 8 << 20, 256
+
+
+def _chunks(targets: Tensor, token_weights: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
+    """Return the tokens that count, in chunks; raises ValueError for a target outside the vocabulary.
+
+    A chunk has some 8 million logits, but enough tokens that adding its part to the weight's gradient stays cheap.
+    """
+    counted = token_weights.nonzero()[:, 0]
+    if not counted.numel():
+        return ()
+    chosen = targets[counted]
+    if int(chosen.min()) < 0 or int(chosen.max()) >= vocabulary:
+        raise ValueError(f"a target lies outside the vocabulary of {vocabulary} tokens")
+    return counted.split(max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
 
 
 def linear_cross_entropy_reference(
@@ -24,16 +40,11 @@ def linear_cross_entropy_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted loss sum, each token's loss, and the gradients of x and weight (empty unless asked for)."""
     wide = accumulator(x.dtype)
-    vocabulary = weight.shape[0]
     losses = x.new_zeros(x.shape[0], dtype=wide)
     grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if with_gradients else x.new_empty(0)
     grad_weight = weight.new_zeros(weight.shape, dtype=wide) if with_gradients else weight.new_empty(0)
-    counted = token_weights.nonzero()[:, 0]
     head = weight.to(x.dtype)
-    chosen = targets[counted]
-    if counted.numel() and not (int(chosen.min()) >= 0 and int(chosen.max()) < vocabulary):
-        raise ValueError(f"a target lies outside the vocabulary of {vocabulary} tokens")
-    for rows in counted.split(max(1, CHUNK_LOGITS // vocabulary)):
+    for rows in _chunks(targets, token_weights, weight.shape[0]):
         chunk, target = x[rows], targets[rows][:, None]
         logits = F.linear(chunk, head).to(wide)
         if softcap:
@@ -89,6 +100,43 @@ LINEAR_CROSS_ENTROPY = Operator(
     backward=_backward,
     setup_context=_setup,
 )
+
+
+_cross_entropy = abi.function("cross_entropy")
+
+
+@LINEAR_CROSS_ENTROPY.kernel(
+    "native",
+    native.missing,
+    accepts=lambda x, weight, targets, *_: abi.on_cpu(x, weight) and targets.dtype == torch.int64 and x.dim() == 2,
+    takes="float32 or bfloat16 on CPU",
+)
+def _native(
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference with all that happens between the matrix products done in one pass, in the logits' own memory."""
+    losses = x.new_zeros(x.shape[0], dtype=torch.float32)
+    grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if with_gradients else x.new_empty(0)
+    grad_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if with_gradients else weight.new_empty(0)
+    head = weight.to(x.dtype)
+    vocabulary = weight.shape[0]
+    for rows in _chunks(targets, token_weights, vocabulary):
+        chunk, target, weights = x[rows], targets[rows], token_weights[rows].float()
+        logits = F.linear(chunk, head)
+        part = losses.new_empty(len(rows))
+        pointers = (tensor.data_ptr() for tensor in (logits, target, weights, part))
+        arguments = abi.CrossEntropy(abi.DTYPES[x.dtype], vocabulary, softcap, with_gradients, *pointers)
+        _cross_entropy(arguments, len(rows), torch.get_num_threads())
+        losses[rows] = part
+        if with_gradients:
+            grad_x[rows] = logits @ head
+            if x.dtype == torch.float32:
+                grad_weight.addmm_(logits.t(), chunk)
+            else:
+                grad_weight += logits.t() @ chunk
+    if with_gradients:
+        grad_weight = grad_weight.to(weight.dtype)
+    return (losses * token_weights).sum(), losses, grad_x, grad_weight
 
 
 def linear_cross_entropy(

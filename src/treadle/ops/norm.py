@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from treadle.ops import native
 from treadle.ops.linear import accumulator
+from treadle.ops.native import abi
 from treadle.ops.registry import Operator
 
 
@@ -28,13 +31,16 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.
 
 
 def rms_norm_backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float
+    grad: Tensor, x: Tensor, weight: Tensor, extra: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x (plus `extra`, which a residual stream brings) and of weight."""
     normalized, scale = _normalized(x, eps)
     grad_wide = grad.to(normalized.dtype)
     by_input = grad_wide * (weight.to(normalized.dtype) + offset)
     projection = (by_input * normalized).mean(-1, keepdim=True)
     grad_x = scale * (by_input - normalized * projection)
+    if extra is not None:
+        grad_x = grad_x + extra
     grad_weight = (grad_wide * normalized).flatten(0, -2).sum(0)
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
@@ -52,9 +58,9 @@ def _like(x: Tensor) -> Tensor:
 
 RMS_NORM_BACKWARD = Operator(
     "rms_norm_backward",
-    "(Tensor grad, Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor x, Tensor weight, Tensor? extra, float eps, float offset) -> (Tensor, Tensor)",
     rms_norm_backward_reference,
-    fake=lambda grad, x, weight, eps, offset: (_like(x), _like(weight)),
+    fake=lambda grad, x, weight, extra, eps, offset: (_like(x), _like(weight)),
 )
 
 
@@ -65,7 +71,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> Any:
     x, weight = ctx.saved_tensors
-    return (*RMS_NORM_BACKWARD.call(grad, x, weight, ctx.eps, ctx.offset), None, None)
+    return (*RMS_NORM_BACKWARD.call(grad, x, weight, None, ctx.eps, ctx.offset), None, None)
 
 
 RMS_NORM = Operator(
@@ -85,8 +91,7 @@ def _add_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _add_backward(ctx: Any, grad_normed: Tensor, grad_total: Tensor) -> Any:
     total, weight = ctx.saved_tensors
-    grad_x, grad_weight = RMS_NORM_BACKWARD.call(grad_normed, total, weight, ctx.eps, ctx.offset)
-    grad_x = grad_x + grad_total
+    grad_x, grad_weight = RMS_NORM_BACKWARD.call(grad_normed, total, weight, grad_total, ctx.eps, ctx.offset)
     return grad_x, grad_x, grad_weight, None, None
 
 
@@ -98,6 +103,94 @@ ADD_RMS_NORM = Operator(
     backward=_add_backward,
     setup_context=_add_setup,
 )
+
+
+def _fits(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    return (
+        abi.on_cpu(x, weight)
+        and weight.shape == x.shape[-1:]
+        and weight.is_contiguous()
+        and all(other is None or (other.dtype == x.dtype and other.shape == x.shape) for other in others)
+    )
+
+
+_FITS = "float32 or bfloat16 on CPU"
+_rms_norm, _rms_norm_backward = abi.function("rms_norm"), abi.function("rms_norm_backward", ctypes.c_void_p)
+
+
+@RMS_NORM.kernel("native", native.missing, accepts=lambda x, weight, eps, offset=0.0: _fits(x, weight), takes=_FITS)
+def _native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    x, out = abi.by_rows(x), _like(x)
+    width = x.shape[-1]
+    arguments = abi.RmsNorm(
+        abi.DTYPES[x.dtype],
+        abi.DTYPES[weight.dtype],
+        width,
+        eps,
+        offset,
+        abi.rows_of(x),
+        abi.NO_ROWS,
+        abi.dense_rows(out),
+        abi.NO_ROWS,
+        weight.data_ptr(),
+    )
+    _rms_norm(arguments, x.numel() // max(width, 1), torch.get_num_threads())
+    return out
+
+
+@ADD_RMS_NORM.kernel(
+    "native",
+    native.missing,
+    accepts=lambda x, residual, weight, eps, offset=0.0: _fits(x, weight, residual),
+    takes=_FITS,
+)
+def _add_native(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    x, residual, out, total = abi.by_rows(x), abi.by_rows(residual), _like(x), _like(x)
+    width = x.shape[-1]
+    arguments = abi.RmsNorm(
+        abi.DTYPES[x.dtype],
+        abi.DTYPES[weight.dtype],
+        width,
+        eps,
+        offset,
+        abi.rows_of(x),
+        abi.rows_of(residual),
+        abi.dense_rows(out),
+        abi.dense_rows(total),
+        weight.data_ptr(),
+    )
+    _rms_norm(arguments, x.numel() // max(width, 1), torch.get_num_threads())
+    return out, total
+
+
+@RMS_NORM_BACKWARD.kernel(
+    "native",
+    native.missing,
+    accepts=lambda grad, x, weight, extra, eps, offset: _fits(x, weight, grad, extra),
+    takes=_FITS,
+)
+def _backward_native(
+    grad: Tensor, x: Tensor, weight: Tensor, extra: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    grad, x, grad_x = abi.by_rows(grad), abi.by_rows(x), _like(x)
+    extra = None if extra is None else abi.by_rows(extra)
+    grad_weight = torch.empty_like(weight, dtype=torch.float32)
+    width = x.shape[-1]
+    arguments = abi.RmsNormBackward(
+        abi.DTYPES[x.dtype],
+        abi.DTYPES[weight.dtype],
+        width,
+        eps,
+        offset,
+        abi.rows_of(grad),
+        abi.rows_of(x),
+        abi.NO_ROWS if extra is None else abi.rows_of(extra),
+        abi.dense_rows(grad_x),
+        weight.data_ptr(),
+    )
+    rows = x.numel() // max(width, 1)
+    _rms_norm_backward(arguments, grad_weight.data_ptr(), rows, torch.get_num_threads())
+    return grad_x, grad_weight.to(weight.dtype)
 
 
 def rms_norm(

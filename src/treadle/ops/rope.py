@@ -8,14 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from treadle.ops import native
 from treadle.ops.linear import accumulator
+from treadle.ops.native import abi
 from treadle.ops.registry import Operator
 
 
-def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
     rotated = 2 * cos.shape[-1]
     wide = x[..., :rotated].to(accumulator(x.dtype))
     cos, sin = cos.to(wide.dtype)[:, None], sin.to(wide.dtype)[:, None]
+    if inverse:
+        sin = -sin
     if interleaved:
         first, second = wide[..., 0::2], wide[..., 1::2]
     else:
@@ -26,24 +30,61 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, cos, sin, ctx.interleaved = inputs
+    _, cos, sin, ctx.interleaved, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx: Any, grad: Tensor) -> Any:
     cos, sin = ctx.saved_tensors
-    # The inverse of a rotation is its transpose: turn the gradient back by the same angles.
-    return ROPE.call(grad, cos, -sin, ctx.interleaved), None, None, None
+    # A rotation's transpose is its inverse: the gradient turns back by the same angles.
+    return ROPE.call(grad, cos, sin, ctx.interleaved, not ctx.inverse), None, None, None, None
 
 
 ROPE = Operator(
     "rope",
-    "(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",
+    "(Tensor x, Tensor cos, Tensor sin, bool interleaved=False, bool inverse=False) -> Tensor",
     rope_reference,
-    fake=lambda x, cos, sin, interleaved=False: torch.empty_like(x, memory_format=torch.contiguous_format),
+    fake=lambda x, cos, sin, interleaved=False, inverse=False: torch.empty_like(
+        x, memory_format=torch.contiguous_format
+    ),
     backward=_backward,
     setup_context=_setup,
 )
+
+
+def _fits(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> bool:
+    return (
+        abi.on_cpu(x)
+        and x.dim() == 3
+        and cos.is_cpu
+        and cos.dtype == sin.dtype == torch.float32
+        and cos.shape == sin.shape == (x.shape[0], cos.shape[-1])
+        and 2 * cos.shape[-1] <= x.shape[-1]
+    )
+
+
+_rope = abi.function("rope")
+
+
+@ROPE.kernel("native", native.missing, accepts=_fits, takes="float32 or bfloat16 on CPU, float32 angles")
+def _native(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
+    x, cos, sin = abi.by_rows(x), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tokens, heads, size = x.shape
+    arguments = abi.Rope(
+        abi.DTYPES[x.dtype],
+        interleaved,
+        inverse,
+        heads,
+        size,
+        cos.shape[-1],
+        abi.rows_of(x),
+        abi.dense_rows(out),
+        cos.data_ptr(),
+        sin.data_ptr(),
+    )
+    _rope(arguments, tokens * heads, torch.get_num_threads())
+    return out
 
 
 def rope(
