@@ -16,7 +16,7 @@ from treadle.model.spec import ModelSpec
 
 families: Parts[Family] = Parts("family", "treadle.families")
 
-for _module in ("llama",):
+for _module in ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"):
     for _family in importlib.import_module(f"treadle.model.families.{_module}").FAMILIES:
         families.add(_family.model_type)(_family)
 
