@@ -35,6 +35,8 @@ class Transformer(nn.Module):
             torch.set_default_dtype(default)
         # The scale as Transformers applies it: rounded to the model's dtype (Gemma's sqrt(D) in bf16 is not sqrt(D)).
         self.scales_embedding = spec.embedding_scale != 1.0
+        # Their tables are made before the first layer, so that a compiled or recomputed layer only reads them.
+        self.ropes = tuple({layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None})
 
     def forward(
         self,
@@ -52,6 +54,8 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         if self.scales_embedding:
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        for rope in self.ropes:
+            context.rope(rope)
         for layer in self.layers:
             x = layer(x, context)
         if rows is not None:

@@ -56,7 +56,9 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a Gemma 2's config.json. Raises UserError."""
     reader = ConfigReader(config, DEFAULTS)
     heads, layers = read_heads(reader, divisible=True), reader.size("num_hidden_layers")
-    types = reader.layer_types(layers) or [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+    types = reader.layer_types(layers) or [
+        ("sliding_attention", "full_attention")[index % 2] for index in range(layers)
+    ]
     rope, window = read_whole_rope(reader, heads), reader.size_or_none("sliding_window")
     softcap = reader.number_or_none("attn_logit_softcapping") or 0.0
     attention = [gemma_attention(reader, heads, rope, one, softcap=softcap) for one in windows_of(types, window)]

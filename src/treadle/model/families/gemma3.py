@@ -32,9 +32,7 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
     reader.only("attn_logit_softcapping", None)
     windows = windows_of(_layer_types(reader, layers), reader.size_or_none("sliding_window"))
     ropes = _ropes(reader, heads)
-    attention = [
-        gemma2.gemma_attention(reader, heads, ropes[window > 0], window, qk_norm=True) for window in windows
-    ]
+    attention = [gemma2.gemma_attention(reader, heads, ropes[window > 0], window, qk_norm=True) for window in windows]
     return gemma2.finish_gemma(reader, "gemma3_text", attention)
 
 

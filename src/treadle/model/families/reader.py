@@ -212,8 +212,11 @@ class ConfigReader:
         if not _is_number(partial) or not 0 < partial <= 1:
             raise UserError(f"config.json: partial_rotary_factor must lie in (0, 1], it is {_shown(partial)}")
         max_positions = self.size("max_position_embeddings")
-        if kind in ("llama3", "yarn", "longrope") and self.take("original_max_position_embeddings") is not None:
-            given["original_max_position_embeddings"] = self.size("original_max_position_embeddings")
+        if kind in ("llama3", "yarn", "longrope"):
+            # Beside the mapping it wins (Phi 3 has it there); nowhere, the model was trained on all its positions.
+            trained = self.size_or_none("original_max_position_embeddings") or max_positions
+            if "original_max_position_embeddings" in self.config or not given.get("original_max_position_embeddings"):
+                given["original_max_position_embeddings"] = trained
         rotary_size = int(head_size * partial)
         _check_rope(kind, given, rotary_size)
         parameters = {
