@@ -5,26 +5,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 from treadle.config.errors import TreadleError, UserError
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Write `content` beside `path`, flush it to disk, rename it into place. Raises TreadleError (disk full)."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Generator[BinaryIO]:
+    """Yield a file beside `path` that takes its place, flushed to disk, when the block ends without an error.
+
+    Several processes may do so at once: the last one wins, and readers see one whole file or another.
+    Raises UserError where it may not be written, TreadleError when the disk is full.
+    """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    aside = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with disk_errors(target), aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, target)
+        with disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, target)
+            sync_folder(target.parent)
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
