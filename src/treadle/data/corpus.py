@@ -43,7 +43,8 @@ class Corpus:
         self._document_ends = np.array(list(itertools.accumulate(s.documents for s in self._shards)), np.int64)
         if (self.tokens, self.documents) != (_last(self._token_ends), _last(self._document_ends)):
             raise UserError(
-                f"{folder}/manifest.json contradicts itself: its shards of '{split}' do not add up; prepare the corpus again"
+                f"{folder}/manifest.json contradicts itself: the shards of '{split}' do not add up; "
+                "prepare the corpus again"
             )
 
     @classmethod
@@ -79,8 +80,8 @@ class Corpus:
         if tokenizer.fingerprint != self.manifest.tokenizer.fingerprint:
             raise UserError(
                 f"the corpus {self.folder} was made with another tokenizer than {whose} has (fingerprint "
-                f"{self.manifest.tokenizer.fingerprint[:12]} against {tokenizer.fingerprint[:12]}); prepare it again with "
-                f"--tokenizer pointing to {whose}"
+                f"{self.manifest.tokenizer.fingerprint[:12]} against {tokenizer.fingerprint[:12]}); prepare it again "
+                f"with --tokenizer pointing to {whose}"
             )
 
     def read(self, start: int, end: int) -> NDArray[np.int64]:
@@ -88,7 +89,7 @@ class Corpus:
         return self._gather(start, end, np.int64, lambda shard, a, b: shard.tokens[a:b])
 
     def mask(self, start: int, end: int) -> NDArray[np.bool_]:
-        """Return for the tokens [start, end) whether each is to be learnt: all of them, but for the questions in a chat."""
+        """Return for the tokens [start, end) whether each is learnt: all are, but for the questions in a chat."""
         if not self.has_mask:
             return np.ones(end - start, np.bool_)
         return self._gather(start, end, np.bool_, lambda shard, a, b: shard.mask_slice(a, b))
@@ -129,15 +130,15 @@ class Corpus:
         return self.read(int(start), int(end))
 
     def verify(self) -> None:
-        """Read every file of the split and compare checksums and boundaries. Raises UserError naming the damaged file."""
+        """Read every file of the split, compare checksums and boundaries. Raises UserError naming the damaged file."""
         files = [file for shard in self.manifest.splits[self.split].shards for file in shard.files.values()]
         with progress(f"Verifying {self.folder}", total=sum(file.bytes for file in files), unit="B") as step:
             for file in files:
                 path = inside(self.folder, file.name)
                 if file_digest(path) != file.sha256:
                     raise UserError(
-                        f"{path} is damaged: its SHA-256 differs from the manifest's; copy it again from where the corpus "
-                        "was made, or prepare the corpus again"
+                        f"{path} is damaged: its SHA-256 differs from the manifest's; copy it again from where the "
+                        "corpus was made, or prepare the corpus again"
                     )
                 step(file.bytes)
         for shard in self._shards:
@@ -173,8 +174,8 @@ class _Shard:
         self.mask = map_file(folder, mask, "uint8", record.tokens) if mask else None
         if self.starts[0] != 0 or self.starts[-1] != record.tokens:
             raise UserError(
-                f"{folder / record.files['documents'].name} is damaged: it does not span the {record.tokens} tokens of its "
-                "shard; prepare the corpus again"
+                f"{folder / record.files['documents'].name} is damaged: it does not span the {record.tokens} tokens of "
+                "its shard; prepare the corpus again"
             )
         advise_random(self.tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -36,15 +37,15 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the batch on `device`."""
-        moved = [
-            getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "targets", "positions", "starts")
-        ]
-        weights = self.token_weights.to(device, non_blocking=True)
-        return PackedBatch(*moved, self.max_length, weights, self.samples, self.padding)
+        tensors = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "targets", "positions", "starts", "token_weights")
+        }
+        return dataclasses.replace(self, **tensors)
 
 
 def collate(samples: Sequence[Sample]) -> PackedBatch:
-    """Return the samples as one packed batch: tokens and targets int64, positions int64, starts int32, weights float32."""
+    """Return the samples as one packed batch: tokens, targets, positions int64; starts int32; weights float32."""
     starts, base = [np.zeros(1, np.int32)], 0
     for sample in samples:
         starts.append(sample.starts[1:] + base)
@@ -93,17 +94,18 @@ def batches(
 
 
 def share(global_batch_samples: int, world_size: int, microbatch_samples: int) -> int:
-    """Return how many samples of a global batch are one rank's. Raises UserError naming the numbers that do not divide."""
+    """Return how many samples of a global batch are one rank's. Raises UserError naming numbers that do not divide."""
     if min(global_batch_samples, world_size, microbatch_samples) < 1:
         raise UserError(
-            f"a batch of {global_batch_samples} samples in microbatches of {microbatch_samples} on {world_size} ranks makes "
-            "no sense; each of the numbers must be at least 1"
+            f"a batch of {global_batch_samples} samples in microbatches of {microbatch_samples} on {world_size} ranks "
+            "makes no sense; each of the numbers must be at least 1"
         )
-    if global_batch_samples % (world_size * microbatch_samples):
-        near = max(1, round(global_batch_samples / (world_size * microbatch_samples))) * world_size * microbatch_samples
+    unit = world_size * microbatch_samples
+    if global_batch_samples % unit:
+        near = unit * max(1, round(global_batch_samples / unit))
         raise UserError(
-            f"a global batch of {global_batch_samples} samples cannot be divided among {world_size} ranks in microbatches of "
-            f"{microbatch_samples}; make it a multiple of {world_size * microbatch_samples}, such as {near}"
+            f"a global batch of {global_batch_samples} samples cannot be divided among {world_size} ranks in "
+            f"microbatches of {microbatch_samples}; make it a multiple of {unit}, such as {near}"
         )
     return global_batch_samples // world_size
 
@@ -120,9 +122,9 @@ def evaluation_batches(
 ) -> Generator[PackedBatch]:
     """Yield this rank's batches of one pass over `corpus`, in order: every target once, over all ranks.
 
-    The samples do not depend on `batch_samples` or `world_size`, so neither does the loss. Every rank yields equally many
-    batches of equally many samples: where samples run out, empty ones with no weight stand in, so that ranks that
-    compute together stay together. `max_samples` takes that many, spread evenly over the corpus.
+    The samples do not depend on `batch_samples` or `world_size`, so neither does the loss. Every rank yields equally
+    many batches of equally many samples: where samples run out, empty ones with no weight stand in, so that ranks
+    that compute together stay together. `max_samples` takes that many, spread evenly over the corpus.
     """
     packing = pack(corpus, sequence_length, mode)
     count = packing.samples if max_samples is None else min(packing.samples, max_samples)

@@ -68,8 +68,8 @@ def _mix(value: int) -> int:
 class Interleaving:
     """Which corpus each global sample comes from, in exact proportion to the weights over every window.
 
-    The weights become the smallest whole numbers in the same proportion; a window is their sum. Within each window every
-    corpus has exactly its number of samples, in an order that the seed permutes anew.
+    The weights become the smallest whole numbers in the same proportion; a window is their sum. Within each window
+    every corpus has exactly its number of samples, in an order that the seed permutes anew.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -96,7 +96,7 @@ class Interleaving:
 
 
 def _whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in the proportion of `weights`, rounded where they would sum above the limit."""
+    """Return the smallest whole numbers in the proportion of `weights`, rounded where they sum above the limit."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -112,7 +112,7 @@ def _whole_numbers(weights: Sequence[float]) -> list[int]:
         shares[corpus] += 1
     if 0 in shares:
         raise UserError(
-            f"the weight {weights[shares.index(0)]} is less than a millionth of all the weights, so its corpus would never "
-            "be seen; raise it or leave the corpus out"
+            f"the weight {weights[shares.index(0)]} is less than a millionth of all the weights, so its corpus would "
+            "never be seen; raise it or leave the corpus out"
         )
     return shares

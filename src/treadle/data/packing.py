@@ -12,6 +12,7 @@ Either way every token except the first of each document is a target exactly onc
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -142,7 +143,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int6
     by_space: list[list[NDArray[np.int64]]] = [[] for _ in range(capacity + 1)]
     spaces = 0  # bit s is set where a bin with exactly s free tokens exists
     bins = 0
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in itertools.pairwise(edges):
         waiting, length = order[first:last], int(lengths[order[first]])
         while len(waiting):
             fitting = spaces >> length
@@ -189,7 +190,7 @@ def _stored_bins(corpus: Corpus, length: int) -> tuple[NDArray[np.int64], NDArra
 
 
 def _write_bins(path: Path, corpus: Corpus, length: int, digest: bytes) -> None:
-    """Write the file: magic, digest, number of pieces and of bins, the pieces, the ends. Memory is bounded by the bins."""
+    """Write the file: a header, the pieces, where each bin ends. Only the ends are held in memory."""
     title = f"Packing whole documents into {length} tokens"
     with atomic_file(path) as file, progress(title, total=corpus.documents, unit="documents") as step:
         file.write(bytes(HEADER.itemsize))

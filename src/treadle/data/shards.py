@@ -30,6 +30,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 MAX_MANIFEST_BYTES = 1 << 30
+FileKind = Literal["tokens", "documents", "mask"]
 
 
 class FileRecord(Settings):
@@ -45,7 +46,7 @@ class ShardRecord(Settings):
 
     tokens: int
     documents: int
-    files: dict[Literal["tokens", "documents", "mask"], FileRecord]
+    files: dict[FileKind, FileRecord]
 
 
 class SplitRecord(Settings):
@@ -109,7 +110,8 @@ def read_manifest(folder: str | Path) -> Manifest:
                 "'treadle data prepare' again and it goes on where it stopped"
             )
         raise UserError(
-            f"{folder} is not a prepared corpus (it has no {MANIFEST}); make one with 'treadle data prepare SOURCES --out DIR'"
+            f"{folder} is not a prepared corpus (it has no {MANIFEST}); make one with "
+            "'treadle data prepare SOURCES --out DIR'"
         )
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise UserError(f"{path} is larger than {MAX_MANIFEST_BYTES >> 20} MiB, too large for a manifest")
@@ -118,9 +120,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}; prepare the corpus again") from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise UserError(
-            f"{path} is the manifest of something else, not of a corpus; give the folder of a prepared corpus"
-        )
+        raise UserError(f"{path} is the manifest of something else than a corpus; give the folder of a prepared one")
     if tree.get("version") != VERSION:
         raise UserError(
             f"{path} has format version {tree.get('version')}, this Treadle reads {VERSION}; prepare the corpus again"
@@ -144,7 +144,7 @@ def check_file(folder: Path, file: FileRecord) -> Path:
 
 
 def map_file(folder: Path, file: FileRecord, dtype: str, items: int) -> NDArray:
-    """Return the file memory-mapped, read-only, as `items` little-endian numbers. Raises UserError where it is damaged."""
+    """Return the file mapped, read-only, as `items` little-endian numbers. Raises UserError if it is damaged."""
     path = check_file(folder, file)
     stored = np.dtype(dtype).newbyteorder("<")
     if file.bytes != items * stored.itemsize:
