@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from treadle.config import TreadleError, UserError
-from treadle.config.files import atomic_folder, disk_errors, inside, write_atomically
+from treadle.config.files import (
+    atomic_folder,
+    disk_errors,
+    inside,
+    remove_folder,
+    remove_leftovers,
+    write_atomically,
+)
 
 
 def test_folder_appears_whole(tmp_path: Path) -> None:
@@ -34,6 +41,37 @@ def test_a_folder_with_content_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already exists"), atomic_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "mine").read_text() == "keep"
+
+
+def test_a_folder_is_replaced_whole_when_asked(tmp_path: Path) -> None:
+    for text in ("1", "2"):
+        with atomic_folder(tmp_path / "out", replace=True) as folder:
+            (folder / text).write_text(text)
+            if text == "2":
+                assert (tmp_path / "out" / "1").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["2"]
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out", replace=True):
+        raise RuntimeError("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "2").exists()
+    remove_folder(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_we_left_aside_is_a_leftover(tmp_path: Path) -> None:
+    for name in (".out.12.tmp", ".out.7.gone", ".hidden", "out.12.tmp", ".out.x.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_text("1")
+    (tmp_path / ".f.3.tmp").write_text("1")
+    assert remove_leftovers(tmp_path) == [".f.3.tmp", ".out.12.tmp", ".out.7.gone"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", ".out.x.tmp", "out.12.tmp"]
+
+
+def test_a_full_disk_is_known_from_the_words_of_safetensors(tmp_path: Path) -> None:
+    from safetensors import SafetensorError
+
+    with pytest.raises(TreadleError, match="disk is full"), disk_errors(tmp_path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
 def test_file_is_replaced_whole_and_leaves_no_trace_when_it_cannot_be(

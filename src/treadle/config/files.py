@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Generator
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from treadle.config.errors import TreadleError, UserError
+
+_LEFTOVER = re.compile(r"\..+\.[0-9]+\.(tmp|gone)")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Libraries written in Rust (safetensors, tokenizers) hand the number on in words only.
+_FULL_IN_WORDS = re.compile(r"\(os error (28|122)\)")
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
@@ -44,14 +50,15 @@ def atomic_file(path: str | Path) -> Generator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def atomic_folder(target: str | Path) -> Generator[Path]:
+def atomic_folder(target: str | Path, replace: bool = False) -> Generator[Path]:
     """Yield an empty folder beside `target` that becomes `target` when the block ends without an error.
 
-    What it holds is flushed to disk before the rename. On an error, Ctrl-C included, it is removed.
-    Raises UserError where `target` exists and is not empty; TreadleError when the disk is full.
+    What it holds is flushed to disk before the rename. On an error, Ctrl-C included, it is removed. With `replace` a
+    `target` that is there makes way at the very end; else UserError is raised where it is not empty. Raises
+    TreadleError when the disk is full.
     """
     target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} already exists; choose another folder or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -62,11 +69,42 @@ def atomic_folder(target: str | Path) -> Generator[Path]:
             yield aside
             sync_tree(aside)
             if target.exists():
-                target.rmdir()
+                _move_away(target)
             os.rename(aside, target)
             sync_folder(target.parent)
+            shutil.rmtree(_gone(target), ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_folder(target: str | Path) -> None:
+    """Remove a folder so that it is never seen half removed: rename it, then delete it."""
+    _move_away(Path(target))
+    shutil.rmtree(_gone(Path(target)), ignore_errors=True)
+
+
+def _gone(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.gone")
+
+
+def _move_away(target: Path) -> None:
+    shutil.rmtree(_gone(target), ignore_errors=True)
+    os.rename(target, _gone(target))
+    sync_folder(target.parent)
+
+
+def remove_leftovers(parent: str | Path) -> list[str]:
+    """Remove what a killed process left aside in `parent` (of `atomic_folder`, `remove_folder`, `write_atomically`).
+
+    Only for a folder that no other process writes into. Returns the names that were removed.
+    """
+    found = [path for path in sorted(Path(parent).glob(".*")) if _LEFTOVER.fullmatch(path.name)]
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return [path.name for path in found]
 
 
 def sync_tree(folder: Path) -> None:
@@ -95,13 +133,15 @@ def disk_errors(target: str | Path) -> Generator[None]:
     """Turn the operating system's errors about writing `target` into one sentence each."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if getattr(error, "errno", None) in _FULL or _FULL_IN_WORDS.search(str(error)):
             raise TreadleError(
                 f"the disk is full: could not write {target}; free some space or choose another folder"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"may not write {target}: {error.strerror}; choose a folder that you own") from error
+        if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(
+                f"may not write {target}: {os.strerror(getattr(error, 'errno', 0))}; choose a folder that you own"
+            ) from error
         raise
 
 
