@@ -62,8 +62,8 @@ def test_only_what_we_left_aside_is_a_leftover(tmp_path: Path) -> None:
     for name in (".out.12.tmp", ".out.7.gone", ".hidden", "out.12.tmp", ".out.x.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_text("1")
-    (tmp_path / ".f.3.tmp").write_text("1")
-    assert remove_leftovers(tmp_path) == [".f.3.tmp", ".out.12.tmp", ".out.7.gone"]
+    (tmp_path / ".f.3-0123abcd.tmp").write_text("1")
+    assert remove_leftovers(tmp_path) == [".f.3-0123abcd.tmp", ".out.12.tmp", ".out.7.gone"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", ".out.x.tmp", "out.12.tmp"]
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from treadle.config.errors import TreadleError, UserError
 
-_LEFTOVER = re.compile(r"\..+\.[0-9]+\.(tmp|gone)")
+_LEFTOVER = re.compile(r"\..+\.[0-9]+(-[0-9a-f]{8})?\.(tmp|gone)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries written in Rust (safetensors, tokenizers) hand the number on in words only.
 _FULL_IN_WORDS = re.compile(r"\(os error (28|122)\)")
@@ -60,12 +60,11 @@ def atomic_folder(target: str | Path, replace: bool = False) -> Generator[Path]:
     target = Path(target)
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} already exists; choose another folder or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with disk_errors(target):
-            aside.mkdir()
+            aside.mkdir(parents=True)
             yield aside
             sync_tree(aside)
             if target.exists():
