@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Generator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from treadle.config.errors import TreadleError, UserError
+
+MAX_JSON_BYTES = 64 << 20
 
 _LEFTOVER = re.compile(r"\..+\.[0-9]+(-[0-9a-f]{8})?\.(tmp|gone)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -151,6 +154,26 @@ def inside(folder: str | Path, name: str) -> Path:
     if not path.is_relative_to(root):
         raise UserError(f"'{name}' leads out of {folder}; only files inside it are read")
     return root / name
+
+
+def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+    """Return the JSON object in `path`, or None where there is no such file. Raises UserError naming the file."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > limit:
+            raise UserError(f"{path} is larger than {limit >> 20} MiB, too large for what it is")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content
 
 
 def cache_home() -> Path:

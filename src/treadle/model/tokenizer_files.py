@@ -11,11 +11,10 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from treadle.config import UserError
-from treadle.config.files import write_atomically
+from treadle.config.files import MAX_JSON_BYTES, read_json, write_atomically
 from treadle.model.tokenizer import Tokenizer
 
 MAX_TOKENIZER_BYTES = 512 << 20
-MAX_JSON_BYTES = 64 << 20
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -45,21 +44,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         chat_templates=_chat_templates(folder, config),
         config=config,
     )
-
-
-def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """Return the JSON object in `path`, or None where there is no such file. Raises UserError naming the file."""
-    if not path.is_file():
-        return None
-    if path.stat().st_size > limit:
-        raise UserError(f"{path} is larger than {limit >> 20} MiB, too large for what it is")
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
 
 
 def _token_text(token: Any) -> str | None:
