@@ -18,8 +18,16 @@ def _embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
 
-LINEAR = Operator("linear", "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear, composite=True)
-EMBEDDING = Operator("embedding", "(Tensor tokens, Tensor weight) -> Tensor", _embedding, composite=True)
+LINEAR = Operator(
+    "linear",
+    "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    _linear,
+    composite=True,
+    note="PyTorch (oneDNN on CPU)",
+)
+EMBEDDING = Operator(
+    "embedding", "(Tensor tokens, Tensor weight) -> Tensor", _embedding, composite=True, note="PyTorch"
+)
 
 
 def linear(

@@ -64,7 +64,10 @@ class Kernel:
 
 
 class Operator:
-    """An operator of the namespace `treadle`: calling it runs the first kernel that accepts the arguments."""
+    """An operator of the namespace `treadle`: calling it runs the first kernel that accepts the arguments.
+
+    `note` is what `treadle ops` says of the reference.
+    """
 
     def __init__(
         self,
@@ -75,8 +78,9 @@ class Operator:
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
         composite: bool = False,
+        note: str = "",
     ) -> None:
-        self.name, self.schema, self.reference = name, schema, reference
+        self.name, self.schema, self.reference, self.note = name, schema, reference, note
         self.kernels: list[Kernel] = []
         self._usable: Sequence[Kernel] | None = None
         LIBRARY.define(name + schema)

@@ -19,10 +19,14 @@ ABI = 1
 NAME = "treadle_native.so"
 
 
+def _files() -> list[Path]:
+    return [path for folder in __path__ if (path := Path(folder) / NAME).is_file()]
+
+
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Return the library and "", or None and the reason why there is none."""
-    found = [path for folder in __path__ if (path := Path(folder) / NAME).is_file()]
+    found = _files()
     if not found:
         return None, "the library was not built: no C++20 compiler was found when Treadle was installed"
     try:
@@ -46,6 +50,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 def missing() -> str:
     """Return "" where the library is loaded, else the reason why it is not."""
     return _load()[1]
+
+
+def broken() -> bool:
+    """Return whether a library was installed that cannot be used (rather than none at all)."""
+    return bool(missing()) and bool(_files())
 
 
 def library() -> ctypes.CDLL:
