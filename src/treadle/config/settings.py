@@ -136,13 +136,13 @@ def _known_keys(kind: Any, location: Sequence[Any]) -> set[str]:
     for part in location:
         following: list[type[BaseModel]] = []
         for model in models:
-            field = model.model_fields.get(str(part))
+            field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
             if field is not None:
                 following += _models_in(field.annotation)
             elif isinstance(part, int) or part == model.__name__:
                 following.append(model)
         models = following or models
-    return {name for model in models for name in model.model_fields}
+    return {field.alias or name for model in models for name, field in model.model_fields.items()}
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -159,7 +159,7 @@ def save_settings(settings: Settings, path: str | Path) -> None:
     """Write the resolved settings, defaults included, as YAML that `load_settings` reads back."""
     from treadle.config.files import write_atomically
 
-    text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(settings.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
     write_atomically(path, text.encode())
 
 

@@ -73,20 +73,23 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Fill every parameter: matrices N(0, initializer_range), those that write to the residual stream scaled by
-        1/sqrt(2L) (GPT-2), norms 1, biases and sinks 0. Each parameter draws from a generator of its own, seeded by its
-        name, so that the values do not depend on how the model is laid out over devices.
-        """
+        """Fill every parameter with its initial value."""
         for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0 - self.spec.norm_offset)
-            elif name.endswith((".bias", ".sinks")):
-                parameter.zero_()
-            else:
-                deviation = self.spec.initializer_range
-                if name.endswith((".o.weight", ".down.weight")):
-                    deviation /= math.sqrt(2 * len(self.spec.layers))
-                parameter.copy_(_normal(name, parameter.shape, seed) * deviation)
+            parameter.copy_(self.initial_value(name, parameter.shape, seed))
+
+    def initial_value(self, name: str, shape: torch.Size, seed: int) -> Float[Tensor, "..."]:
+        """Return a parameter's whole initial value in fp32: matrices N(0, initializer_range), those that write to the
+        residual stream scaled by 1/sqrt(2L) (GPT-2), norms 1, biases and sinks 0. Each parameter draws from a generator
+        of its own, seeded by its name, so that the values do not depend on how the model is laid out over devices.
+        """
+        if name.endswith("norm.weight"):
+            return torch.full(shape, 1.0 - self.spec.norm_offset)
+        if name.endswith((".bias", ".sinks")):
+            return torch.zeros(shape)
+        deviation = self.spec.initializer_range
+        if name.endswith((".o.weight", ".down.weight")):
+            deviation /= math.sqrt(2 * len(self.spec.layers))
+        return _normal(name, shape, seed) * deviation
 
 
 def _normal(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -7,7 +7,6 @@ a step come from (seed, step, rank), and the data of a step from (seed, cursor).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,16 @@ from treadle.train.optimizers import named_state
 
 @dataclass
 class Counters:
-    """How far a run has come. `cursor` is the data layer's, plain JSON; `seconds` sums over all sessions of the run."""
+    """How far a run has come. `cursor` is the next global sample of the data whose fingerprint is `data`; `seconds`
+    sums over all sessions of the run.
+    """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     skipped_steps: int = 0
-    cursor: dict[str, Any] = field(default_factory=dict)
+    cursor: int = 0
+    data: str = ""
 
 
 @dataclass
@@ -61,8 +63,7 @@ class TrainState:
     """A run in progress: what a checkpoint saves and restores.
 
     `tensors` are the model's parameters (fp32 masters, DTensors where they are sharded) and the optimizer's state, by
-    name; `scalars` is plain JSON. `tokenizer` is a folder whose tokenizer files belong to the model; `adapter` is what
-    was attached for low-rank fine-tuning, else None.
+    name; `scalars` is plain JSON. `adapter` is what was attached for low-rank fine-tuning, else None.
     """
 
     model: Transformer
@@ -71,7 +72,6 @@ class TrainState:
     scaler: ScalerState = field(default_factory=ScalerState)
     patience: PatienceState = field(default_factory=PatienceState)
     spikes: SpikeState = field(default_factory=SpikeState)
-    tokenizer: Path | None = None
     adapter: Any = None
 
     def parameters(self) -> dict[str, Tensor]:

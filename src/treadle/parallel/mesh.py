@@ -1,0 +1,93 @@
+"""Joining the other ranks: the process group and the device mesh, from the environment that a launcher sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from treadle.config import UserError
+from treadle.parallel.plan import Plan
+
+# What gradients and weights travel over, by device; control messages always go over Gloo from the CPU.
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among the ranks of a plan."""
+
+    plan: Plan
+    device: torch.device
+    rank: int
+    size: int
+    device_mesh: DeviceMesh
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all (prints, writes metrics)."""
+        return self.rank == 0
+
+
+def world_from_environment() -> tuple[int, int, int]:
+    """Return (rank, ranks, local rank) as a launcher such as torchrun set them; (0, 1, 0) without one."""
+    return tuple(int(os.environ.get(name, default)) for name, default in _NAMES)  # pyrefly: ignore[bad-return]
+
+
+_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def launched() -> bool:
+    """Return whether a launcher started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """Return the device for `wanted` (auto, cpu, cuda, ...). Raises UserError where it is not there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator is not None else "cpu"
+    kind = found if wanted == "auto" else wanted
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != found:
+        raise UserError(f"this machine has no '{kind}' device, only {found}; set train.device to {found} or auto")
+    if local_rank >= torch.accelerator.device_count():
+        raise UserError(
+            f"process {local_rank} of this machine finds no {kind} device of its own, there are "
+            f"{torch.accelerator.device_count()}; set nproc to that or train.device=cpu"
+        )
+    return torch.device(kind, local_rank)
+
+
+@contextmanager
+def join(plan: Plan, device: torch.device, timeout_seconds: float = 1800) -> Generator[Mesh]:
+    """Join the process group, yield this rank's place in the mesh, and leave it again.
+
+    Without a launcher this process is a group of its own. A process group that is already there is used and kept.
+    Raises UserError where the plan does not fit the number of ranks.
+    """
+    rank, size, _ = world_from_environment()
+    plan = plan.resolve(size)
+    own = not dist.is_initialized()
+    if own:
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKENDS.get(device.type, 'gloo')}"
+        timeout = timedelta(seconds=timeout_seconds)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+        if launched():
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        axes = plan.axes()
+        device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        yield Mesh(plan, device, rank, size, device_mesh)
+    finally:
+        if own:
+            dist.destroy_process_group()

@@ -1,0 +1,155 @@
+"""What a person sees of a run: a live panel on a terminal, a line now and then in a log, the curve at the end."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from treadle.config.progress import amount_text
+from treadle.train.curve import sparkline, terminal_curve
+
+
+def duration(seconds: float) -> str:
+    """Return a time for reading: 42 s, 3 min 20 s, 5 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
+
+
+class Display:
+    """Shows a run on stderr. `every` is the time in seconds between two lines where there is no terminal."""
+
+    def __init__(self, total_steps: int, every: float = 5.0, live: bool | None = None) -> None:
+        self.total, self.every = total_steps, every
+        self.shown = 0.0
+        self.losses: list[tuple[float, float]] = []
+        self.validation: list[tuple[float, float]] = []
+        self.record: Mapping[str, Any] = {}
+        self.panel = _Panel(self) if (sys.stderr.isatty() if live is None else live) else None
+
+    def remember(self, record: Mapping[str, Any]) -> None:
+        """Take a record of an earlier session into the curves."""
+        if record.get("loss") is not None:
+            self.losses.append((record["step"], record["loss"]))
+        if record.get("validation_loss") is not None:
+            self.validation.append((record["step"], record["validation_loss"]))
+
+    def forget_after(self, step: int) -> None:
+        """Take what came after `step` out of the curves."""
+        self.losses = [point for point in self.losses if point[0] <= step]
+        self.validation = [point for point in self.validation if point[0] <= step]
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self.panel is not None:
+            self.panel.print(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Show what a step measured."""
+        self.record = {**record, "step": step}
+        self.losses.append((step, record["loss"]))
+        if self.panel is not None:
+            self.panel.refresh()
+        elif time.monotonic() - self.shown >= self.every or step == self.total or len(self.losses) == 1:
+            self.shown = time.monotonic()
+            self.say(self.line())
+
+    def evaluated(self, step: int, record: Mapping[str, Any]) -> None:
+        """Show a validation loss."""
+        self.validation.append((step, record["validation_loss"]))
+        bits = f", {record['validation_bits_per_byte']:.3f} bits a byte" if "validation_bits_per_byte" in record else ""
+        self.say(
+            f"step {step}: validation loss {record['validation_loss']:.4f}, "
+            f"perplexity {record['validation_perplexity']:.2f}{bits}"
+        )
+
+    def line(self) -> str:
+        """Return the newest record as one line."""
+        record = self.record
+        parts = [f"step {record['step']}/{self.total}", f"loss {record['loss']:.4f}", *self.figures()]
+        return " · ".join(parts)
+
+    def figures(self) -> list[str]:
+        """Return speed, norm, rate, memory and time left, each in words."""
+        record = self.record
+        speed = f"{amount_text(record['tokens_per_second'], '')} tokens/s"
+        if record.get("peak_share"):
+            speed += f" ({100 * record['peak_share']:.0f}% of peak)"
+        parts = [
+            speed,
+            f"norm {record['gradient_norm']:.3g}",
+            f"rate {record['learning_rate']:.3g}",
+            amount_text(record["memory_bytes"], "B"),
+        ]
+        if record.get("seconds_left") is not None:
+            parts.append(f"{duration(record['seconds_left'])} left")
+        return parts
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self.panel is not None:
+            self.panel.close()
+            self.panel = None
+
+    def finish(self, lines: list[str]) -> None:
+        """Draw the whole curve, and print `lines` below it."""
+        self.close()
+        width = min(72, shutil.get_terminal_size().columns - 14)
+        if width >= 20:
+            for line in terminal_curve(self.losses, width):
+                print(line, file=sys.stderr)
+        for line in lines:
+            print(line, file=sys.stderr)
+        sys.stderr.flush()
+
+
+class _Panel:
+    """A bar, the figures and the curve so far, redrawn in place."""
+
+    def __init__(self, display: Display) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.display = display
+        self.console = Console(stderr=True, highlight=False)
+        self.live = Live(console=self.console, refresh_per_second=4, transient=True, get_renderable=self.render)
+        self.live.start()
+
+    def render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        display, record = self.display, self.display.record
+        if not record:
+            return Text("the first step ...", style="dim")
+        head = Table.grid(padding=(0, 1))
+        head.add_row(
+            Text(f"step {record['step']}/{display.total}", style="bold"),
+            ProgressBar(total=display.total, completed=record["step"], width=max(10, self.console.width - 60)),
+            Text(f"loss {record['loss']:.4f}", style="bold cyan"),
+        )
+        rows: list[Any] = [head, Text(" · ".join(display.figures()), style="dim", no_wrap=True)]
+        width = min(72, self.console.width - 14)
+        if self.console.height >= 20 and len(display.losses) > 2:
+            rows += [Text(line, style="cyan", no_wrap=True) for line in terminal_curve(display.losses, width, 7)]
+        else:
+            rows.append(Text(sparkline([loss for _, loss in display.losses], width), style="cyan"))
+        return Group(*rows)
+
+    def refresh(self) -> None:
+        pass
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        self.live.stop()

@@ -1,0 +1,27 @@
+"""The plan as data: sizes that fit, and sentences for those that do not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.config import UserError
+from treadle.parallel import Plan
+
+
+@given(replicate=st.integers(1, 16), shard=st.integers(1, 16))
+def test_a_resolved_plan_spans_exactly_the_ranks(replicate: int, shard: int) -> None:
+    ranks = replicate * shard
+    explicit = Plan(dp_replicate=replicate, dp_shard=shard).resolve(ranks)
+    assert explicit == Plan(dp_replicate=replicate).resolve(ranks)
+    assert explicit.ranks() == ranks == explicit.data_ranks()
+    assert explicit.resolve(ranks) == explicit
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [(Plan(dp_shard=2), 3), (Plan(dp_replicate=2), 3), (Plan(dp_replicate=4), 2)]
+)
+def test_a_plan_that_does_not_fit_names_the_numbers(plan: Plan, ranks: int) -> None:
+    with pytest.raises(UserError, match=rf"does not fit {ranks} ranks.*nproc"):
+        plan.resolve(ranks)
