@@ -2,32 +2,133 @@
 
 from __future__ import annotations
 
-import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from torch import Tensor
 
 from treadle.config import UserError
-from treadle.model.families import family_of, read_spec
+from treadle.config.progress import progress
+from treadle.model.families import read_spec
+from treadle.model.spec import ModelSpec
+from treadle.model.tokenizer import Tokenizer, check_vocabulary
 from treadle.model.transformer import Transformer
+from treadle.weights.checkpoint import Checkpoint, Stored, open_checkpoint
+from treadle.weights.ledger import Ledger, LoadReport, settle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def load_model(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Transformer:
-    """Return the model at `path` with its weights, in `dtype` (default: the checkpoint's own). Raises UserError."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no config.json; give a Hugging Face directory, a GGUF file or a checkpoint")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    spec = read_spec(config)
-    names = family_of(config).names(spec)
-    model = Transformer(spec, device="meta", dtype=dtype or torch.float32)
-    state = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        with safe_open(shard, "pt") as file:
-            held = set(file.keys())
-            for ours, theirs in names.items():
-                if theirs in held:
-                    state[ours] = file.get_tensor(theirs).to(device, dtype or torch.float32)
-    model.load_state_dict(state, assign=True, strict=True)
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    report: Callable[[LoadReport], None] | None = None,
+) -> Transformer:
+    """Return the model at `path` with its weights, without gradients, in `dtype` on `device`.
+
+    The default dtype is the checkpoint's own (see `Checkpoint.dtype`). Tensors are read once, by several threads,
+    straight into the parameters; beside the model itself only the tensors in flight take memory. `report` is called
+    with what was done. Raises UserError naming the file, key or tensor that is wrong.
+    """
+    started = time.monotonic()
+    checkpoint = open_checkpoint(path)
+    spec, kind = read_spec(checkpoint.config), chosen_dtype(checkpoint, dtype)
+    ledger = settle(checkpoint, spec, kind)
+    model = Transformer(spec, device="meta", dtype=kind).to_empty(device=device)
+    parameters = dict(model.named_parameters())
+
+    def fill(ours: str, stored: Stored) -> Stored:
+        with torch.no_grad():
+            copy_checked(parameters[ours], stored, checkpoint.path)
+        return stored
+
+    _for_each(ledger, fill, f"Loading {Path(path).name}")
+    closed = ledger.close(time.monotonic() - started)
+    if report is not None:
+        report(closed)
     return model.requires_grad_(False).eval()
+
+
+def stream_model(
+    path: str | Path, dtype: torch.dtype | None = None
+) -> tuple[ModelSpec, torch.dtype, Iterator[tuple[str, Tensor]]]:
+    """Return the spec of the model at `path`, the dtype, and its parameters one after another, on the CPU.
+
+    Only one is in memory at a time, so that a model larger than memory can be converted or sharded. Raises UserError.
+    """
+    checkpoint = open_checkpoint(path)
+    spec, kind = read_spec(checkpoint.config), chosen_dtype(checkpoint, dtype)
+    ledger = settle(checkpoint, spec, kind)
+
+    def parameters() -> Iterator[tuple[str, Tensor]]:
+        for ours, stored in ledger.sources.items():
+            whole = torch.empty(stored.shape, dtype=kind)
+            copy_checked(whole, stored, checkpoint.path)
+            yield ours, whole
+            ledger.written(ours)
+        ledger.close(0.0)
+
+    return spec, kind, parameters()
+
+
+def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Tokenizer | None:
+    """Return the tokenizer of a Hugging Face directory or GGUF file; None for a directory that has none at all.
+
+    `vocabulary` is the number of the embedding's rows, which then must hold every token. Raises UserError.
+    """
+    path = Path(path)
+    if path.is_file():
+        from treadle.weights.gguf import GgufFile
+        from treadle.weights.gguf_tokenizer import gguf_tokenizer  # pyrefly: ignore
+
+        tokenizer = gguf_tokenizer(GgufFile.open(path))
+    elif path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    else:
+        tokenizer = Tokenizer.load(path)
+    if vocabulary is not None:
+        check_vocabulary(tokenizer, vocabulary)
+    return tokenizer
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tokenizer_config.json")
+
+
+def chosen_dtype(checkpoint: Checkpoint, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype asked for, or the checkpoint's own. Raises UserError for one that models are not computed in."""
+    if dtype is None:
+        return checkpoint.dtype
+    if dtype not in DTYPES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise UserError(f"a model cannot be computed in {str(dtype).removeprefix('torch.')}; choose one of {known}")
+    return dtype
+
+
+@torch.no_grad()
+def copy_checked(target: Tensor, stored: Stored, path: Path) -> None:
+    """Copy a stored tensor into `target`, converted to its dtype. Raises UserError where fp16 cannot hold a value."""
+    target.copy_(stored.read())
+    if target.dtype == torch.float16 and stored.dtype != torch.float16 and not torch.isfinite(target).all():
+        raise UserError(f"{path}: tensor '{stored.name}' has values too large for float16; choose bfloat16 or float32")
+    stored.release()
+
+
+def _for_each(ledger: Ledger, fill: Callable[[str, Stored], Stored], title: str) -> None:
+    """Call `fill` for every parameter on several threads, in the order in which the tensors lie on disk."""
+    workers = min(8, os.cpu_count() or 1)
+    total = sum(stored.nbytes for stored in ledger.sources.values())
+    with progress(title, total, "B") as step, ThreadPoolExecutor(workers, "load") as pool:
+        futures = {pool.submit(fill, ours, stored): ours for ours, stored in ledger.sources.items()}
+        try:
+            for future in as_completed(futures):
+                stored = future.result()
+                ledger.written(futures[future])
+                step(stored.nbytes, stored.file)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
