@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpora import Documents, write_corpus
 
+from tests.data.corpora import Documents, write_corpus
 from treadle.data.corpus import Corpus
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corpora import random_documents
 
+from tests.data.corpora import random_documents
 from treadle.config import UserError
 from treadle.data.corpus import Corpus
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from corpora import random_documents
 
+from tests.data.corpora import random_documents
 from treadle.config import UserError
 from treadle.data.corpus import Corpus
 from treadle.data.loader import batches, evaluation_batches, made_ahead

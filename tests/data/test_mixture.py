@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from corpora import random_documents
 
+from tests.data.corpora import random_documents
 from treadle.config import UserError
 from treadle.data.corpus import Corpus
 from treadle.data.mixture import Mixture

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import random_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.corpora import random_documents
 from treadle.config import UserError
 from treadle.data.corpus import Corpus
 from treadle.data.packing import best_fit, pack

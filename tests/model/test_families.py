@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ROPE, SIZES, TINY, ours_of, packed, reference_of, some_tokens, tiny
 from transformers import AutoConfig, GenerationConfig
 
+from tests.tiny_models import ROPE, SIZES, TINY, ours_of, packed, reference_of, some_tokens, tiny
 from treadle.config import UserError
 from treadle.model.families import (
     families,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ROPE
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.tiny_models import ROPE
 from treadle.config import UserError
 from treadle.model.context import PackedContext
 from treadle.model.families.reader import ConfigReader

@@ -3,14 +3,14 @@ import struct
 import time
 
 import gguf
-import gguf_files
 import numpy as np
 import pytest
 import torch
-from gguf_files import entry, handmade, quantized, smollm2, text, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.weights import gguf_files
+from tests.weights.gguf_files import entry, handmade, quantized, smollm2, text, write
 from treadle.config import UserError
 from treadle.weights.gguf import GgufFile
 

@@ -1,10 +1,10 @@
 import gguf
-import gguf_files
 import numpy as np
 import pytest
 import torch
-from gguf_files import QUANTIZED, quantized, smollm2, write
 
+from tests.weights import gguf_files
+from tests.weights.gguf_files import QUANTIZED, quantized, smollm2, write
 from treadle.config import UserError
 from treadle.weights import gguf_quants
 from treadle.weights.gguf import GgufFile
