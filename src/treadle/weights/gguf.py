@@ -94,6 +94,15 @@ class GgufFile:
             raise UserError(f"{self.path} has no tensor '{name}'{nearest(name, self.tensors)}")
         return self.tensors[name]
 
+    def check_readable(self, name: str) -> None:
+        """Raise UserError where the tensor `name` is of a type that Treadle does not read."""
+        tensor = self.tensor(name)
+        if tensor.kind.decode is None and tensor.type not in PLAIN:
+            raise UserError(
+                f"{self.path}: tensor '{name}' is of type {tensor.type}, which is not supported "
+                f"({', '.join(READABLE)} are); use another quantization of the model"
+            )
+
     def raw(self, name: str) -> torch.Tensor:
         """Return the bytes of a tensor, uint8 [nbytes], as a view of the mapped file. It must not be written to."""
         tensor = self.tensor(name)
@@ -116,11 +125,7 @@ class GgufFile:
             # From the bytes through numpy: their place in the file need not suit torch's alignment.
             plain = torch.from_numpy(raw.numpy().view(np.dtype(_NUMPY[tensor.type])).copy()).reshape(shape)
             return plain if dtype is None else plain.to(dtype)
-        if tensor.kind.decode is None:
-            raise UserError(
-                f"{self.path}: tensor '{name}' is of type {tensor.type}, which is not supported "
-                f"({', '.join(READABLE)} are); use another quantization of the model"
-            )
+        self.check_readable(name)
         out = torch.empty(shape, dtype=dtype or torch.float32)
         dequantize(raw, tensor.kind, out)
         return out
