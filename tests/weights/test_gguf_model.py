@@ -4,12 +4,12 @@ import json
 import math
 
 import gguf
-import gguf_files
 import numpy as np
 import pytest
 import torch
-from gguf_files import quantized, smollm2, write
 
+from tests.weights import gguf_files
+from tests.weights.gguf_files import quantized, smollm2, write
 from treadle.config import UserError
 from treadle.weights.gguf import GgufFile
 from treadle.weights.gguf_model import gguf_config, gguf_weights

@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import pytest
 import regex
-from gguf_files import smollm2, write
 from tokenizers import pre_tokenizers
 
+from tests.weights.gguf_files import smollm2, write
 from treadle.config import UserError
 from treadle.model.tokenizer import Tokenizer, check_vocabulary
 from treadle.model.tokenizer_stream import byte_of_character
