@@ -1,10 +1,161 @@
-"""."""
+"""The Python face of a model: weights, tokenizer and a few verbs.
+
+model = treadle.load("path/to/model")          # a Hugging Face directory, a checkpoint, a GGUF file
+print(model.generate("Once upon a time", max_tokens=32))
+model.logits([1, 2, 3])                        # [T, V]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from treadle.config import UserError
+from treadle.config.errors import nearest
+from treadle.config.progress import amount_text
+from treadle.model.context import PackedContext
+from treadle.model.spec import ModelSpec
+from treadle.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from treadle.model.tokenizer import Tokenizer
+    from treadle.serve.request import Completion
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+}
 
 
 class Model:
-    """."""
+    """A model ready to use.
+
+    `module` is the torch module: it can be inspected, changed and trained; what the other methods return follows it.
+    `tokenizer` is None for a model that came without one.
+    """
+
+    def __init__(self, module: Transformer, tokenizer: Tokenizer | None = None) -> None:
+        self.module, self.tokenizer = module, tokenizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is, as frozen data."""
+        return self.module.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.embedding.weight.device
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int] | Tensor) -> Float[Tensor, "T V"]:
+        """Return the logits after each token of one sequence, in fp32. Raises UserError for what is no token id."""
+        ids = token_ids(tokens, self.spec.vocabulary)
+        context = PackedContext.of_lengths([len(ids)], self.device)
+        logits = self.module(torch.tensor(ids, device=self.device), context)
+        assert isinstance(logits, Tensor)
+        return logits.float()
+
+    def generate(self, prompt: str | Sequence[int] | Tensor, **sampling: Any) -> Completion:
+        """Return the completion of one prompt, a text or its token ids; `str()` of it is its text.
+
+        Takes what SamplingSettings has: max_tokens (default: up to the end of the context), temperature (default 1;
+        0 is greedy), seed, top_p, stop, ... For many prompts, or a stream, use `treadle.Engine`. Raises UserError.
+        """
+        from treadle.serve.engine import Engine
+        from treadle.serve.request import SamplingSettings
+
+        settings = SamplingSettings.of(**sampling)
+        if settings.n != 1:
+            raise UserError("generate returns one completion; use treadle.Engine for n > 1")
+        with Engine(self, max_num_seqs=1) as engine:
+            return engine.generate([prompt.tolist() if isinstance(prompt, Tensor) else prompt], settings)[0]
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Hugging Face model directory that Transformers, vLLM and Treadle load as it is.
+
+        Raises UserError where `folder` exists and is not empty, TreadleError when the disk is full.
+        """
+        from treadle.config.files import atomic_folder
+        from treadle.weights.save import save_model
+
+        with atomic_folder(folder) as aside:
+            state = {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
+            save_model(aside, self.spec, state)
+            if self.tokenizer is not None:
+                self.tokenizer.save(aside)
+
+    def __repr__(self) -> str:
+        count = self.spec.parameters_count()
+        return f"Model({self.spec.family}, {amount_text(count, 'parameters')}, {_name(self.dtype)} on {self.device})"
 
 
-def load() -> Model:
-    """."""
-    raise NotImplementedError
+def load(path: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> Model:
+    """Return the model at `path`: a Hugging Face directory, a checkpoint or a GGUF file.
+
+    `dtype` is a torch dtype or its name (default: the checkpoint's own); `device` defaults to the accelerator that
+    PyTorch sees, else the CPU. Raises UserError naming what is missing or wrong.
+    """
+    from treadle.weights.load import load_model, load_tokenizer
+
+    place = _device(device)
+    kind = parse_dtype(dtype)
+    module = load_model(path, kind, place)
+    return Model(module, load_tokenizer(path, module.spec.vocabulary))
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the torch dtype that a name stands for; None and "auto" leave the choice to the checkpoint."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        hint = nearest(str(dtype), DTYPES) or "; use float32, bfloat16, float16 or auto"
+        raise UserError(f"unknown dtype '{dtype}'{hint}")
+    return found
+
+
+def token_ids(tokens: Sequence[int] | Tensor, vocabulary: int) -> list[int]:
+    """Return `tokens` as a list of int. Raises UserError where it is empty or one is outside the vocabulary."""
+    values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    try:
+        ids = [operator.index(token) for token in values]
+    except TypeError as error:
+        raise UserError(f"token ids must be one list of whole numbers: {error}") from error
+    if not ids:
+        raise UserError("the list of tokens is empty; give at least one")
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise UserError(f"{token} is not a token id of this model; they lie in 0 to {vocabulary - 1}")
+    return ids
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the device '{device}' cannot be used here ({reason}); leave it out or use cpu") from error
+    return place
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

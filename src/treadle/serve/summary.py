@@ -1,0 +1,42 @@
+"""What an engine says at its start: every setting that took effect, whoever chose it."""
+
+from __future__ import annotations
+
+import torch
+
+from treadle.config.progress import amount_text
+from treadle.ops import OPERATORS
+from treadle.ops.registry import refusal
+from treadle.serve.engine import Engine
+
+SERVED_OPERATORS = ("rms_norm", "rope", "packed_attention", "cached_attention", "gated_activation", "sample")
+
+
+def engine_summary(engine: Engine) -> list[str]:
+    """Return the lines, one fact each, ready to print."""
+    model, capacity = engine.model, engine.capacity
+    spec = model.spec
+    where = f"{model.device}"
+    if model.device.type == "cpu":
+        where += f" ({torch.get_num_threads()} threads)"
+    rows = [
+        ("model", f"{spec.family}, {amount_text(spec.parameters_count(), 'parameters')}"),
+        ("dtype", f"{str(model.dtype).removeprefix('torch.')} on {where}"),
+        ("context", f"{capacity.length} tokens (the model's: {spec.max_positions})"),
+        (
+            "KV cache",
+            f"{capacity.seqs} sequences, {capacity.seqs * capacity.length} tokens, "
+            f"{amount_text(capacity.bytes, 'B')} when full",
+        ),
+        ("kernels", ", ".join(f"{name}: {preferred_kernel(name)}" for name in SERVED_OPERATORS)),
+    ]
+    rows += [("note", note) for note in capacity.notes]
+    return [f"{name:<9} {text}" for name, text in rows]
+
+
+def preferred_kernel(operator: str) -> str:
+    """Return the name of the kernel that is tried first for `operator` on this machine."""
+    for kernel in OPERATORS.get(operator).all_kernels():
+        if not refusal(kernel):
+            return kernel.name
+    return "reference"
