@@ -1,0 +1,85 @@
+"""One HTTP request's dealings with the engine: its prompts go in together, their deltas come out mixed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from starlette.types import Receive
+
+from treadle.serve.engine import Engine, Ticket
+from treadle.serve.request import Completion, Delta, SamplingSettings
+
+
+@dataclass
+class Usage:
+    """The tokens that an exchange took, as OpenAI reports them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Exchange:
+    """Prompts x choices, numbered as OpenAI does: all choices of the first prompt, then those of the second."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
+        """Submit. Raises UserError, TreadleError as Engine.submit does; then none of the prompts runs."""
+        self.choices = len(prompts) * settings.n
+        self.usage = Usage(prompt_tokens=sum(len(prompt) for prompt in prompts))
+        self._settings = settings
+        self._arrived: asyncio.Queue[Delta] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._tickets: list[Ticket] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                self._tickets.append(engine.submit(prompt, settings, self._receiver(number * settings.n)))
+        except Exception:
+            self.cancel()
+            raise
+
+    def _receiver(self, first: int) -> Callable[[Delta], None]:
+        def deliver(delta: Delta) -> None:
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, replace(delta, index=first + delta.index))
+
+        return deliver
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield each delta; the last of each choice has a finish reason."""
+        left = self.choices
+        while left:
+            delta = await self._arrived.get()
+            self.usage.completion_tokens += len(delta.tokens)
+            if delta.finish_reason is not None:
+                left -= 1
+                if delta.index % self._settings.n == 0:
+                    self.usage.cached_tokens += delta.cached_tokens
+            yield delta
+
+    async def completions(self, see: Callable[[Delta], None]) -> list[Completion]:
+        """Return every choice once all have ended; `see` is shown each delta."""
+        found = [Completion() for _ in range(self.choices)]
+        async for delta in self.deltas():
+            see(delta)
+            found[delta.index].add(delta)
+        return found
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def cancel_on_disconnect(self, receive: Receive) -> None:
+        """Wait until the client has gone, then cancel. The request's body must have been read."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()

@@ -1,0 +1,110 @@
+"""The server's life: take the port, load the model, say what runs, serve, and leave in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import signal
+import socket
+import sys
+from collections.abc import Generator, Sequence
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from treadle.config import UserError
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a socket bound to `host` and `port` (0: any free one). Raises UserError where that cannot be had."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"the port must lie between 0 and 65535, it is {port}")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise UserError(f"the host '{host}' is not an address of this machine: {error}; use 127.0.0.1") from error
+    family, kind, protocol, _, address = found[0]
+    opened = socket.socket(family, kind, protocol)
+    try:
+        if sys.platform != "win32":
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+        # Listening at once makes the port ours: a second server fails now, not after it has loaded its model.
+        opened.listen(2048)
+    except OSError as error:
+        opened.close()
+        raise UserError(_why_not(host, port, error)) from error
+    return opened
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; choose another with --port, or --port 0 for any free one"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"port {port} of {host} may not be opened by this user; choose one above 1023 with --port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all of them"
+    return f"port {port} of {host} cannot be opened: {error.strerror}; choose another with --port"
+
+
+def address_of(opened: socket.socket) -> str:
+    """Return the http:// address of a bound socket."""
+    host, port = opened.getsockname()[:2]
+    return f"http://[{host}]:{port}" if opened.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def is_loopback(opened: socket.socket) -> bool:
+    """Whether only this machine can reach the socket."""
+    return ipaddress.ip_address(opened.getsockname()[0].partition("%")[0]).is_loopback
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, which would end by the signal that stopped it; here that is a good end, with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, ready: Sequence[str]) -> None:
+        super().__init__(config)
+        self.ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for line in self.ready:
+            print(line, flush=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {one: signal.signal(one, self.handle_exit) for one in handled}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop; asked again, stop without waiting."""
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            print("Stopping: no new requests; asked again, nothing more is waited for.", file=sys.stderr, flush=True)
+        self.should_exit = True
+
+
+def run_server(app: FastAPI, opened: socket.socket, ready: Sequence[str], shutdown_timeout: float) -> None:
+    """Serve until SIGTERM or Ctrl-C, then let running requests finish for `shutdown_timeout` seconds.
+
+    `ready` is printed once requests are answered.
+    """
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        # Uvicorn waits whole seconds; 0 would mean forever.
+        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+        server_header=False,
+    )
+    server = _Server(config, ready)
+    asyncio.run(server.serve(sockets=[opened]))
