@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import TinyRun, save_without_end
 
+from tests.train.tiny_run import TinyRun, save_without_end
 from treadle.train.checkpoints import open_checkpoint
 from treadle.train.checkpoints.format import folder_of, name_of, steps_in
 
@@ -31,7 +31,7 @@ def test_twenty_kills_lose_no_completed_checkpoint(tmp_path: Path, monkeypatch: 
     # Each child is forked off a server that has imported everything; that server looks for modules here alone.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny_run"])
+    context.set_forkserver_preload(["tests.train.tiny_run"])
     folder, completed, interrupted, expected = folder_of(tmp_path), -1, 0, TinyRun()
     for _ in range(KILLS):
         ours, theirs = context.Pipe(duplex=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import CONFIG, TinyRun, spec, tokenizer
 
+from tests.train.tiny_run import CONFIG, TinyRun, spec, tokenizer
 from treadle.config import TreadleError, UserError
 from treadle.train.checkpoints import (
     CheckpointSettings,
@@ -122,7 +122,7 @@ def fails_on_every_rank(run: Path, expected: str) -> None:
     tiny = TinyRun(ranks=2)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
 
-    def full(*arguments: object) -> None:
+    def full(*arguments: object, **options: object) -> None:
         raise TreadleError(expected)
 
     original, writer_module.save_model = writer_module.save_model, full

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import TinyRun
 
+from tests.train.tiny_run import TinyRun
 from treadle.config import UserError
 from treadle.train.checkpoints import CheckpointSettings, CheckpointWriter, lock, lock_run
 from treadle.train.checkpoints.format import steps_in

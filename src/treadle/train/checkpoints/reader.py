@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from treadle.config import UserError
 from treadle.config.files import read_json
-from treadle.model.families import family_of, read_spec
+from treadle.model.families import read_spec
 from treadle.model.spec import ModelSpec
 from treadle.train.checkpoints.format import (
     STATE,
@@ -23,38 +23,28 @@ from treadle.train.checkpoints.format import (
     steps_in,
     verify,
 )
+from treadle.weights.checkpoint import open_checkpoint as open_model
+from treadle.weights.ledger import settle
+from treadle.weights.safetensors_file import SafetensorsFile
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of some safetensors files by name, each memory-mapped when it is asked for.
+    """Tensors on disk by name, each a view of its mapped file when it is asked for.
 
-    A tensor takes memory only for the parts of it that are read, so every rank may take its shard from here.
+    It takes memory only for the parts that are read, so every rank may take its own shard from here.
     """
 
-    def __init__(self, files: Sequence[Path], names: Mapping[str, str] | None = None) -> None:
-        """`names` maps the names to offer to those in the files (default: the same). Raises DamagedCheckpoint."""
-        self._places: dict[str, Any] = {}
-        for path in files:
-            try:
-                file = safe_open(path, "pt")
-            except (SafetensorError, OSError) as error:
-                raise DamagedCheckpoint(f"{path} is not a readable safetensors file: {error}") from error
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                self._places[name] = file
-        self._names = {name: name for name in self._places} if names is None else dict(names)
-        missing = [stored for stored in self._names.values() if stored not in self._places]
-        if missing:
-            raise DamagedCheckpoint(f"{files[0].parent if files else 'the checkpoint'} has no tensor '{missing[0]}'")
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = dict(readers)
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self._names[name]
-        return self._places[stored].get_tensor(stored)
+        return self._readers[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._readers)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._readers)
 
 
 @dataclass(frozen=True)
@@ -71,15 +61,18 @@ class Checkpoint:
         return _read(self.path, "config.json")
 
     def weights(self) -> StoredTensors:
-        """Return the model's parameters, under our names."""
-        config = self.config()
-        names = family_of(config).names(read_spec(config))
-        return StoredTensors([self.path / name for name in self.files if _is_weight_file(name)], names)
+        """Return the model's parameters, whole, under our names. Raises UserError where they do not fit config.json."""
+        model = open_model(self.path)
+        ledger = settle(model, read_spec(model.config), model.dtype)
+        return StoredTensors({name: stored.read for name, stored in ledger.sources.items()})
 
     def tensors(self, group: str = "optimizer") -> StoredTensors:
         """Return a group of training tensors, as it was saved; empty where there is none."""
         name = f"training/{group}.safetensors"
-        return StoredTensors([self.path / name] if name in self.files else [])
+        if name not in self.files:
+            return StoredTensors({})
+        file = SafetensorsFile(self.path / name)
+        return StoredTensors({name: partial(file.read, name) for name in file.entries})
 
 
 def open_checkpoint(path: str | Path, checksums: bool = True) -> Checkpoint:
@@ -118,10 +111,6 @@ def latest_good(run: str | Path, checksums: bool = True) -> Checkpoint | None:
     return None
 
 
-# Keys of config.json that change nothing of the model.
-_COSMETIC = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"})
-
-
 def check_same_model(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: str | None = None) -> None:
     """Raise UserError, naming every key that differs, where a checkpoint is not of the model of `spec`.
 
@@ -130,11 +119,9 @@ def check_same_model(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: str | N
     theirs = read_spec(checkpoint.config())
     way_out = "continue with the settings that it was made with, or set another folder for this run"
     if theirs != spec:
-        keys = sorted({*theirs.config, *spec.config} - _COSMETIC)
         differing = ", ".join(
             f"{key} {theirs.config.get(key)!r} there, {spec.config.get(key)!r} here"
-            for key in keys
-            if theirs.config.get(key) != spec.config.get(key)
+            for key in _differing_keys(theirs, spec)
         )
         raise UserError(f"{checkpoint.path} is a checkpoint of another model ({differing}); {way_out}")
     saved = checkpoint.state.get("tokenizer")
@@ -145,6 +132,19 @@ def check_same_model(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: str | N
         )
 
 
+def _differing_keys(theirs: ModelSpec, ours: ModelSpec) -> list[str]:
+    """Return the keys of config.json that make two specs differ: those that each alone would change ours."""
+    keys = [key for key in sorted({*theirs.config, *ours.config}) if theirs.config.get(key) != ours.config.get(key)]
+
+    def matters(key: str) -> bool:
+        try:
+            return read_spec({**ours.config, key: theirs.config.get(key)}) != ours
+        except UserError:
+            return True
+
+    return [key for key in keys if matters(key)] or keys
+
+
 def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
         content = read_json(folder / name)
@@ -153,7 +153,3 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     if content is None:
         raise DamagedCheckpoint(f"{folder} is damaged: {name} is missing")
     return content
-
-
-def _is_weight_file(name: str) -> bool:
-    return "/" not in name and name.endswith(".safetensors")

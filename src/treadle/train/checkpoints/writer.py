@@ -196,9 +196,9 @@ def write_checkpoint(folder: Path, content: Content) -> None:
     """
     target = folder / name_of(content.step)
     with atomic_folder(target, replace=True) as aside:
-        save_model(aside, content.spec, content.weights)
-        if content.tokenizer is not None:
-            content.tokenizer.save(aside)
+        kinds = {tensor.dtype for tensor in content.weights.values()}
+        dtype = kinds.pop() if len(kinds) == 1 else torch.float32
+        save_model(aside, content.spec, content.weights, content.tokenizer, dtype=dtype)
         (aside / "training").mkdir()
         for group, tensors in content.tensors.items():
             if tensors:
