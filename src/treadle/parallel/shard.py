@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -45,21 +45,21 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
-    """Set every parameter to `value(name, shape)`, a whole tensor, of which each rank keeps its own shard.
+def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
+    """Set every parameter from `values`: names and whole tensors, of which each rank keeps its own shard.
 
-    No rank communicates; a whole tensor lives only while its parameter is filled.
+    No rank communicates, and one whole tensor is needed at a time.
     """
-    for name, parameter in model.named_parameters():
-        whole = value(name, parameter.shape)
+    left = dict(model.named_parameters())
+    for name, whole in values:
+        parameter = left.pop(name)
         if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            own = distribute_tensor(
-                whole.to(parameter.dtype), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-            local.copy_(own.to_local())
+            whole = whole.to(parameter.dtype)
+            own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(own.to_local())
         else:
             parameter.copy_(whole)
+    assert not left, f"no value for {', '.join(left)}"
 
 
 def synchronize_gradients(model: nn.Module, enabled: bool, keep_weights: bool) -> None:
@@ -68,6 +68,13 @@ def synchronize_gradients(model: nn.Module, enabled: bool, keep_weights: bool) -
         model.set_requires_gradient_sync(enabled)
         model.set_reshard_after_backward(not keep_weights)
         model.set_is_last_backward(enabled)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Drop weights that were gathered for a forward pass without a backward one; until then parameters are whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from treadle.config import Settings
 from treadle.data import PackedBatch
 from treadle.model.transformer import Transformer
 from treadle.parallel.collectives import sum_over_ranks
+from treadle.parallel.shard import drop_gathered
 from treadle.train.step import forward_loss
 
 
@@ -76,11 +77,12 @@ def measure(model: Transformer, batches: Iterable[PackedBatch], device: torch.de
     loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=device), 0.0
     try:
         for batch in batches:
-            losses = forward_loss(model, batch, device)[1]
-            weights = batch.token_weights.to(device, torch.float64)
+            weights = batch.token_weights.to(device)
+            losses = forward_loss(model, batch, device, weights)[1]
             loss_sum += (losses.double() * weights).sum()
-            tokens += float(weights.sum())
+            tokens += float(weights.sum(dtype=torch.float64))
     finally:
+        drop_gathered(model)
         model.train(training)
     total, count = sum_over_ranks([float(loss_sum), tokens])
     return Measured(total, count)

@@ -67,9 +67,11 @@ def train_step(
     for index, batch in enumerate(microbatches):
         last = index == len(microbatches) - 1
         synchronize_gradients(state.model, enabled=last, keep_weights=not last)
-        loss = forward_loss(state.model, batch, device)[0]
-        (loss * scale).backward()
-        loss_sum += loss.detach()
+        # The scale goes into the tokens' weights, so that in fp16 no gradient is ever without it.
+        weights = batch.token_weights.to(device)
+        scaled, losses = forward_loss(state.model, batch, device, weights * scale)
+        scaled.backward()
+        loss_sum += (losses.detach().double() * weights).sum()
     result = _measure(state, loss_sum, weight, int(tokens))
     if not result.skipped:
         result = _judged(result, judge)
@@ -80,11 +82,11 @@ def train_step(
 
 
 def forward_loss(
-    model: torch.nn.Module, batch: PackedBatch, device: torch.device
+    model: torch.nn.Module, batch: PackedBatch, device: torch.device, token_weights: Float[Tensor, "T"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "T"]]:
-    """Return the weighted loss sum of a batch and each token's loss."""
+    """Return the weighted loss sum of a batch and each token's loss, in nats."""
     context = PackedContext(batch.starts.to(device), batch.max_length, batch.positions.to(device))
-    return model(batch.tokens.to(device), context, batch.targets.to(device), batch.token_weights.to(device))
+    return model(batch.tokens.to(device), context, batch.targets.to(device), token_weights)
 
 
 def _measure(state: TrainState, loss_sum: Tensor, weight: float, tokens: int) -> StepResult:
@@ -95,7 +97,7 @@ def _measure(state: TrainState, loss_sum: Tensor, weight: float, tokens: int) ->
     if not weight:
         return StepResult(loss, norm, tokens, weight, skipped="no token of the batch has a weight")
     overflowed = state.scaler.scale > 1 and not math.isfinite(norm) and math.isfinite(loss)
-    reason = f"the gradients overflowed fp16 at the loss scale {state.scaler.scale:g}" if overflowed else ""
+    reason = f"the gradients overflowed fp16 at the loss scale {state.scaler.scale:,.0f}" if overflowed else ""
     return StepResult(loss, norm, tokens, weight, overflowed, reason)
 
 

@@ -55,11 +55,10 @@ def should_stop(
     if settings.target_loss is not None and loss is not None and loss <= settings.target_loss:
         return Decision(True, f"the loss {loss:.4f} reached stop.target_loss {settings.target_loss:g}")
     if settings.patience is not None and patience.waited >= settings.patience:
-        return Decision(
-            True,
-            f"{patience.waited} evaluations in a row did not improve on the validation loss {patience.best:.4f} of "
-            f"step {patience.best_step} (stop.patience)",
-        )
+        did = "gave no finite validation loss"
+        if patience.best is not None:
+            did = f"did not improve on the validation loss {patience.best:.4f} of step {patience.best_step}"
+        return Decision(True, f"{patience.waited} evaluations in a row {did} (stop.patience)")
     return GO_ON
 
 

@@ -1,0 +1,23 @@
+"""`treadle train`: train or fine-tune a model from a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from treadle.cli import verb_app
+
+app = verb_app("Train or fine-tune a model from a YAML file. Run it again to go on after an interruption.")
+
+
+@app.command()
+def train(
+    run_file: Path = typer.Argument(help="The run's YAML file.", metavar="RUN.YAML"),
+    overrides: list[str] = typer.Argument(
+        None, help="Settings to change, such as train.steps=200.", metavar="[KEY=VALUE]..."
+    ),
+) -> None:
+    from treadle.train.api import train as run
+
+    run(run_file, overrides or [])

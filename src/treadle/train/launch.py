@@ -1,0 +1,158 @@
+"""Starting the ranks of a run on this machine, through torch elastic's local agent, and ending them for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from treadle.config import TreadleError, UserError
+from treadle.train.signals import LAUNCHED
+from treadle.train.worker import FAILURE_FILE
+
+# How long workers may take to end once one of them has failed; then they are killed.
+SECONDS_TO_END = 5
+
+
+def launch(settings_file: Path, processes: int) -> None:
+    """Run the settings in `settings_file` on so many local processes and return when all have ended well.
+
+    SIGTERM and Ctrl-C are passed on, so that the workers finish their step and save; a second Ctrl-C kills them.
+    Raises UserError or TreadleError with the sentence of the first worker that failed.
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    class Agent(LocalElasticAgent):
+        """The elastic agent, which says which processes it started."""
+
+        pids: tuple[int, ...] = ()
+
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            started = super()._start_workers(worker_group)
+            self.pids = tuple(started.values())
+            return started
+
+    with tempfile.TemporaryDirectory(prefix="treadle-run-") as scratch, _quiet():
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint="127.0.0.1:0",
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+            is_host="true",
+        )
+        spec = WorkerSpec(
+            role="train",
+            local_world_size=processes,
+            rdzv_handler=registry.get_rendezvous_handler(parameters),
+            entrypoint=sys.executable,
+            args=("-m", "treadle.train.worker", str(settings_file)),
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        agent = Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), shutdown_timeout=SECONDS_TO_END)
+        failures = Path(scratch) / "failure"
+        with (
+            _environment({FAILURE_FILE: str(failures), LAUNCHED: str(os.getpid()), **_loopback()}),
+            _passing_on(agent) as asked,
+        ):
+            result = agent.run()
+        if result.state == WorkerState.SUCCEEDED and not result.is_failed():
+            return
+        _raise_first(Path(scratch), result.failures, asked)
+
+
+def _raise_first(scratch: Path, failures: dict[int, Any], asked: list[int]) -> None:
+    """Raise the error of the worker that failed first; the others only lost their connection to it."""
+    records = sorted((json.loads(path.read_text()) for path in scratch.glob("failure-*.json")), key=lambda r: r["time"])
+    if len(asked) > 1:
+        raise KeyboardInterrupt
+    if asked and not records:
+        return  # ended before training began: there was nothing to save
+    if records:
+        first = records[0]
+        error = (UserError if first["exit_code"] == 2 else TreadleError)(first["message"])
+        raise error
+    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = "; often the machine is out of memory: lower train.microbatch_tokens" if name == "SIGKILL" else ""
+        raise TreadleError(f"rank {rank} was ended by {name}{hint}")
+    raise TreadleError(f"rank {rank} ended with exit code {failure.exitcode}")
+
+
+@contextlib.contextmanager
+def _passing_on(agent: Any) -> Generator[list[int]]:
+    """Pass SIGTERM and Ctrl-C on to the workers as SIGTERM; a second Ctrl-C kills them. Yields the signals so far."""
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        again = number == signal.SIGINT and asked.count(signal.SIGINT) > 1
+        if not again and number == signal.SIGINT and sys.stderr.isatty():
+            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+        for pid in agent.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if again else signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, on_signal) for number in numbers]
+    try:
+        # The agent's own handlers would give workers 30 seconds, whatever they are saving.
+        with _environment({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}):
+            yield asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _loopback() -> dict[str, str]:
+    """Keep the ranks' traffic on this machine, whatever its host name resolves to."""
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Generator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Keep the agent's own log off the terminal: what went wrong is said in one sentence."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level, disabled = logger.level, logging.root.manager.disable
+    logger.setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logging.disable(disabled)
