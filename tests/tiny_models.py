@@ -150,7 +150,9 @@ def reference_of(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """Return Transformers' model of a config.json in fp32 with random weights, biases and norms included."""
     config = dict(config)
     kind = AutoConfig.for_model(config.pop("model_type")).__class__
-    model = AutoModelForCausalLM.from_config(kind(**_copied(config)), attn_implementation="eager").float().eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(kind(**_copied(config)), attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from treadle import ops
 from treadle.model.blocks import Embedding, Layer, Linear, RmsNorm
 from treadle.model.context import Context
+from treadle.model.lora import initial_adapter_value
 from treadle.model.spec import ModelSpec
 
 
@@ -82,6 +83,8 @@ class Transformer(nn.Module):
         residual stream scaled by 1/sqrt(2L) (GPT-2), norms 1, biases and sinks 0. Each parameter draws from a generator
         of its own, seeded by its name, so that the values do not depend on how the model is laid out over devices.
         """
+        if ".adapter." in name:
+            return initial_adapter_value(name, shape, seed)
         if name.endswith("norm.weight"):
             return torch.full(shape, 1.0 - self.spec.norm_offset)
         if name.endswith((".bias", ".sinks")):
