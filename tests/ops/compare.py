@@ -9,8 +9,10 @@ from torch import Tensor
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-def assert_close(got: Tensor, exact: Tensor, roundings: float, scale: float | None = None) -> None:
-    """Assert that `got` differs from `exact` (float64) by at most `roundings` units of its type's roundoff.
+def assert_close(
+    got: Tensor, exact: Tensor, roundings: float, scale: float | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Assert that `got` differs from `exact` (float64) by at most `roundings` units of roundoff of `dtype` (its own).
 
     The unit is relative to `scale`: by default the largest exact value, since sums cancel.
     """
@@ -20,7 +22,7 @@ def assert_close(got: Tensor, exact: Tensor, roundings: float, scale: float | No
     exact = exact.double()
     scale = exact.abs().max().item() if scale is None else scale
     worst = (got.double() - exact).abs().max().item()
-    allowed = roundings * ROUNDOFF[got.dtype] * scale + 1e-30
+    allowed = roundings * ROUNDOFF[dtype or got.dtype] * scale + 1e-30
     assert worst <= allowed, f"off by {worst:.3g}, {worst / allowed * roundings:.1f} roundings of {got.dtype}"
 
 

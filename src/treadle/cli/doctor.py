@@ -161,13 +161,14 @@ def _version(package: str) -> str:
     import importlib.metadata
     import importlib.util
 
-    try:
-        if importlib.util.find_spec(package) is None:
-            return ""
-        names = importlib.metadata.packages_distributions().get(package, [package])
-        return importlib.metadata.version(names[0])
-    except (ImportError, ValueError, importlib.metadata.PackageNotFoundError):
+    if importlib.util.find_spec(package) is None:
         return ""
+    for name in (package, f"{package}-skinny"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "(unknown version)"
 
 
 def _count(number: int, noun: str) -> str:

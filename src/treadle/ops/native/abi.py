@@ -53,6 +53,9 @@ CrossEntropy = _structure(
     *_named(_POINTER, "logits targets weights losses"),
 )
 
+# In the order in which the library's `treadle_size` counts them.
+STRUCTURES = (Rows, RmsNorm, RmsNormBackward, GatedActivation, Rope, CrossEntropy)
+
 NO_ROWS = (None, 1, 0, 0)
 
 

@@ -94,6 +94,14 @@ using namespace treadle;
 // Changes whenever a function's meaning does; the Python side refuses a library of another number.
 TREADLE_EXPORT int32_t treadle_abi() { return 1; }
 
+// The size in bytes of the argument structure at `index`, so that the Python side can compare its own; -1 beyond the last.
+TREADLE_EXPORT int32_t treadle_size(int32_t index) {
+  constexpr std::size_t sizes[] = {sizeof(Rows),            sizeof(RmsNorm), sizeof(RmsNormBackward),
+                                   sizeof(GatedActivation), sizeof(Rope),    sizeof(CrossEntropy)};
+  constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
+  return index >= 0 && index < count ? static_cast<int32_t>(sizes[index]) : -1;
+}
+
 TREADLE_EXPORT const char* treadle_variant() { return chosen().load()->name; }
 
 // The name of the variant at `index` among those that this processor can run, the widest first; null beyond the last.
