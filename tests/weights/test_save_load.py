@@ -201,12 +201,14 @@ def test_values_that_fp16_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_stream_gives_every_parameter(tmp_path: Path) -> None:
-    ours = saved_by_us(tmp_path / "model", "gemma2")
-    spec, dtype, parameters = stream_model(tmp_path / "model", torch.float32)
-    assert (spec, dtype) == (ours.spec, torch.float32)
-    found = dict(parameters)
-    assert all(torch.equal(found.pop(name), tensor) for name, tensor in ours.named_parameters())
+    ours = saved_by_us(tmp_path / "model", "gemma2", generation={"top_k": 7})
+    reports: list[LoadReport] = []
+    stream = stream_model(tmp_path / "model", torch.float64, reports.append)
+    assert (stream.spec, stream.dtype, stream.generation["top_k"]) == (ours.spec, torch.float64, 7)
+    found = dict(stream.parameters)
+    assert all(torch.equal(found.pop(name), tensor.double()) for name, tensor in ours.named_parameters())
     assert not found
+    assert reports[0].parameters == ours.spec.parameters_count()
 
 
 def test_gemma3_with_images_loads_as_text(tmp_path: Path) -> None:

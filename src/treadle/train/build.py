@@ -46,7 +46,7 @@ def spec_of(settings: RunSettings, feed: Feed) -> ModelSpec:
     """Return the spec of the run's model. Raises UserError where data and model do not fit each other."""
     vocabulary, length = feed.mixture.vocabulary_size, settings.data.sequence_length
     if settings.model.from_ is not None:
-        spec, _, _ = stream_model(settings.model.from_)
+        spec = stream_model(settings.model.from_).spec
     else:
         spec = spec_from_scratch(settings.model, vocabulary, length)
     check_fits(spec, vocabulary, length)
@@ -59,7 +59,7 @@ def build_state(settings: RunSettings, feed: Feed, mesh: Mesh) -> TrainState:
     model = Transformer(spec_of(settings, feed), device="meta")
     lay_out(model, mesh, train.precision, train.recompute, train.reshard == "forward")
     if settings.model.from_ is not None:
-        fill(model, stream_model(settings.model.from_, torch.float32)[2])
+        fill(model, stream_model(settings.model.from_, torch.float32).parameters)
     else:
         initialize(model, train.seed)
     optimizer = build_optimizer(settings.optimizer, list(model.named_parameters()))

@@ -68,7 +68,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     from treadle.weights.gguf import GgufFile
-    from treadle.weights.gguf_model import gguf_config, gguf_weights  # pyrefly: ignore
+    from treadle.weights.gguf_model import gguf_config, gguf_weights
 
     file = GgufFile.open(path)
     config = gguf_config(file)

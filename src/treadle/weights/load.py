@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,26 +56,43 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def stream_model(
-    path: str | Path, dtype: torch.dtype | None = None
-) -> tuple[ModelSpec, torch.dtype, Iterator[tuple[str, Tensor]]]:
-    """Return the spec of the model at `path`, the dtype, and its parameters one after another, on the CPU.
+@dataclass(frozen=True)
+class ModelStream:
+    """A model that is read parameter by parameter: `parameters` yields each once, under our name, on the CPU."""
 
-    Only one is in memory at a time, so that a model larger than memory can be converted or sharded. Raises UserError.
+    spec: ModelSpec
+    dtype: torch.dtype
+    generation: Mapping[str, Any]
+    parameters: Iterator[tuple[str, Tensor]]
+
+
+def stream_model(
+    path: str | Path, dtype: torch.dtype | None = None, report: Callable[[LoadReport], None] | None = None
+) -> ModelStream:
+    """Return the model at `path` as a stream, in `dtype` (default as in `load_model`).
+
+    Only one parameter is in memory at a time, so that a model larger than memory can be converted or sharded. `report`
+    is called once the last one was taken. Raises UserError.
     """
+    started = time.monotonic()
     checkpoint = open_checkpoint(path)
     spec, kind = read_spec(checkpoint.config), chosen_dtype(checkpoint, dtype)
     ledger = settle(checkpoint, spec, kind)
 
     def parameters() -> Iterator[tuple[str, Tensor]]:
-        for ours, stored in ledger.sources.items():
-            whole = torch.empty(stored.shape, dtype=kind)
-            copy_checked(whole, stored, checkpoint.path)
-            yield ours, whole
-            ledger.written(ours)
-        ledger.close(0.0)
+        total = sum(stored.nbytes for stored in ledger.sources.values())
+        with progress(f"Reading {Path(path).name}", total, "B") as step:
+            for ours, stored in ledger.sources.items():
+                whole = torch.empty(stored.shape, dtype=kind)
+                copy_checked(whole, stored, checkpoint.path)
+                yield ours, whole
+                ledger.written(ours)
+                step(stored.nbytes, stored.file)
+        closed = ledger.close(time.monotonic() - started)
+        if report is not None:
+            report(closed)
 
-    return spec, kind, parameters()
+    return ModelStream(spec, kind, checkpoint.generation, parameters())
 
 
 def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Tokenizer | None:
@@ -84,7 +103,7 @@ def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Tokenizer
     path = Path(path)
     if path.is_file():
         from treadle.weights.gguf import GgufFile
-        from treadle.weights.gguf_tokenizer import gguf_tokenizer  # pyrefly: ignore
+        from treadle.weights.gguf_tokenizer import gguf_tokenizer
 
         tokenizer = gguf_tokenizer(GgufFile.open(path))
     elif path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
