@@ -19,7 +19,6 @@ import torch.distributed as dist
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import treadle
 from treadle.config import Settings, TreadleError
@@ -29,6 +28,7 @@ from treadle.model.tokenizer import Tokenizer
 from treadle.parallel.collectives import together
 from treadle.train.checkpoints.format import FORMAT, STATE, folder_of, name_of, write_manifest
 from treadle.train.checkpoints.retention import remove_old
+from treadle.train.checkpoints.snapshot import Snapshots
 from treadle.weights.save import save_model
 
 
@@ -86,6 +86,7 @@ class CheckpointWriter:
     def __init__(self, run: str | Path, settings: CheckpointSettings) -> None:
         self.folder, self.settings = folder_of(run), settings
         self.first = not dist.is_initialized() or dist.get_rank() == 0
+        self._snapshots = Snapshots(self.first)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.last_step: int | None = None
@@ -141,41 +142,12 @@ class CheckpointWriter:
             error, self._error, self.last_step = self._error, None, None
             raise error
 
-    @torch.no_grad()
     def _snapshot(self, content: Content) -> tuple[Content, int]:
-        """Copy every tensor, whole, to this process's memory on rank 0; return the copy and its bytes.
-
-        All ranks gather one tensor after the other, so that the others hold no more than one at a time.
-        """
-        size, problem = 0, None
-
-        def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            nonlocal size, problem
-            copies: dict[str, Tensor] = {}
-            for name, tensor in tensors.items():
-                whole = tensor.detach()
-                if isinstance(whole, DTensor):
-                    whole = whole.full_tensor()
-                if self.first and problem is None:
-                    try:
-                        shared = whole.untyped_storage().data_ptr() == _local(tensor).untyped_storage().data_ptr()
-                        copies[name] = whole.to("cpu", copy=shared).contiguous()
-                        size += copies[name].nbytes
-                    except (RuntimeError, MemoryError) as error:
-                        problem = error
-            return copies
-
-        weights = copied(content.weights)
-        tensors = {group: copied(members) for group, members in content.tensors.items()}
-
-        def check() -> None:
-            if problem is not None:
-                raise TreadleError(f"no memory for a copy of the checkpoint of step {content.step}: {problem}")
-
-        together(check)
+        copies, size = self._snapshots.take({"": content.weights, **content.tensors})
+        weights = copies.pop("")
         # The state goes through JSON now: later steps may change what it refers to.
         state = json.loads(json.dumps(content.state)) if self.first else {}
-        return Content(content.step, content.spec, weights, tensors, state, content.tokenizer), size
+        return Content(content.step, content.spec, weights, copies, state, content.tokenizer), size
 
     def _run(self, content: Content) -> None:
         try:
@@ -223,7 +195,3 @@ def _point_at(link: Path, name: str) -> None:
         aside.unlink(missing_ok=True)
         aside.symlink_to(name)
         os.replace(aside, link)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
