@@ -332,6 +332,67 @@ CACHED_ATTENTION = Operator(
 )
 
 
+def _plain_cached(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> bool:
+    return _plain(q, key_cache, value_cache, 0, 0, softcap, sinks)
+
+
+@CACHED_ATTENTION.kernel(
+    "pytorch_flash", needs=lambda: "", accepts=_plain_cached, takes="float32 or bfloat16 on CPU; no soft cap, no sinks"
+)
+def _flash_cached(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
+    *_: Any,
+) -> Tensor:
+    """One row needs no mask: a window only shortens what it reads. More rows with a past do."""
+    out = _like(q)
+    bounds = starts.tolist()
+    for index, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        rows = slice(bounds[index], bounds[index + 1])
+        new = rows.stop - rows.start
+        if new == 0:
+            continue
+        # The first key that the first row sees.
+        first = max(0, length - new - window + 1) if window else 0
+        keys, values = (cache[slot, first:length].transpose(0, 1)[None] for cache in (key_cache, value_cache))
+        mask = None
+        if new > 1 and (first or new < length or 0 < window < length):
+            row = torch.arange(length - new, length, device=q.device)[:, None]
+            column = torch.arange(first, length, device=q.device)
+            seen = column <= row
+            if window:
+                seen &= column > row - window
+            mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)
+        part, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[rows].transpose(0, 1)[None],
+            keys,
+            values,
+            0.0,
+            new > 1 and mask is None,
+            attn_mask=mask,
+            scale=scale,
+        )
+        out[rows] = part[0].transpose(0, 1)
+    return out
+
+
 def cached_attention(
     q: Float[Tensor, "T H E"],
     key_cache: Float[Tensor, "N C K E"],
