@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ class Tokenizer:
 
         A character that is several tokens is in the span of each. Tokens that are not in the text have an empty span.
         """
-        backend = self.backend if parse_special else self._literal_backend
+        backend = self._offset_backend if parse_special else self._literal_backend
         try:
             encoding = backend.encode(text, add_special_tokens=special_tokens)
         except TypeError:
@@ -150,9 +151,22 @@ class Tokenizer:
         return ids, offsets
 
     @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """A pattern that finds what spells a special token, the longest first; None where there are none."""
+        tokens = [token for index in self.special_ids if (token := self.backend.id_to_token(index))]
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
+
+    @functools.cached_property
+    def _offset_backend(self) -> tokenizers.Tokenizer:
+        """The backend, changed where its post-processor leaves blanks out of the places that it reports."""
+        state = self.backend.to_str()
+        exact = state.replace('"trim_offsets":true', '"trim_offsets":false')
+        return self.backend if exact == state else tokenizers.Tokenizer.from_str(exact)
+
+    @functools.cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
         """A second backend that reads special tokens as text: the switch is a state of the backend, not of a call."""
-        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend = tokenizers.Tokenizer.from_str(self._offset_backend.to_str())
         backend.encode_special_tokens = True
         return backend
 

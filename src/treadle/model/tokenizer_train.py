@@ -72,7 +72,7 @@ def train_tokenizer(
     from treadle.model.tokenizer_files import set_bos_eos
 
     set_bos_eos(backend, bos_token if add_bos else None, None)
-    chat = CHATML if set(CHAT_TOKENS) <= set(special) else None
+    chat = ("{{ bos_token }}" if add_bos else "") + CHATML if set(CHAT_TOKENS) <= set(special) else None
     end = [backend.token_to_id(CHAT_TOKENS[1])] if chat else []
     return Tokenizer(
         backend,
