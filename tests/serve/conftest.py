@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serve.tiny import TEXT, TOKENS, build, model_spec
+from tests.serve.tiny import CONFIG, TEXT, TOKENS, build
+from treadle.model.families import read_spec
 from treadle.model.tokenizer import Tokenizer
 from treadle.serve.engine import Engine
 from treadle.serve.model import Model
@@ -21,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def model(tokenizer: Tokenizer) -> Model:
-    return Model(build(model_spec()), tokenizer)
+    return Model(build(read_spec(CONFIG)), tokenizer)
 
 
 @pytest.fixture

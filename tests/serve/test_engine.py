@@ -103,7 +103,7 @@ def test_the_end_token_ends(engine_of: EngineOf, tokenizer: Tokenizer) -> None:
     assert ended.text == "<|eos|><|eos|>"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(begin=st.integers(0, 30), length=st.integers(1, 12), seed=st.integers(0, 5))
 def test_stop_strings_cut_the_text_that_would_have_come(
     engine_of: EngineOf, shared: dict[str, Engine], begin: int, length: int, seed: int

@@ -10,6 +10,17 @@ from treadle.model.transformer import Transformer
 
 TEXT = "def read(path):\n    return open(path).read()\nthe quick brown fox; caf\u00e9, \u6771\u4eac, \U0001f600\n"
 TOKENS = 300
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
 
 
 def attention(**changes: Any) -> AttentionSpec:

@@ -77,7 +77,7 @@ def read_prompt(prompt: str) -> str:
 
 def chat_prompt(model: Any, text: str, system: str | None) -> list[int]:
     """Return the tokens of one user message. Raises UserError where the model has no chat template."""
-    from treadle.model.chat import encode_chat  # pyrefly: ignore
+    from treadle.model.chat import encode_chat
 
     messages = [{"role": "system", "content": system}] if system is not None else []
     if model.tokenizer is None or model.tokenizer.chat_template is None:

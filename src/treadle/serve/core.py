@@ -64,13 +64,11 @@ class Core:
         """End the requests that were cancelled, and free what they held."""
         for request in [one for one in (*self._running, *self._waiting) if one.cancelled]:
             self._end(request, Delta(request.index, finish_reason=FinishReason.CANCELLED))
-        self._gauge()
 
     def fail_all(self, why: str) -> None:
         """End everything at hand with an error."""
         for request in [*self._running, *self._waiting]:
             self._end(request, Delta(request.index, finish_reason=FinishReason.ERROR, error=why))
-        self._gauge()
 
     def step(self) -> None:
         """Decide what runs next, run it, and give every request in it its token."""
@@ -164,6 +162,7 @@ class Core:
                 last = replace(last, finish_reason=FinishReason.STOP, stop_reason=stop)
         assert last.finish_reason is not None
         self.stats.finished[last.finish_reason.value] += 1
+        self._gauge()
         self._deliver(request, last)
 
     def _deliver(self, request: Request, delta: Delta) -> None:

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.config import TreadleError, UserError
-from treadle.model.chat import encode_chat  # pyrefly: ignore
+from treadle.model.chat import encode_chat
 from treadle.serve.api.errors import ApiError, as_api_error, handle_errors
 from treadle.serve.api.exchange import Exchange
 from treadle.serve.api.metrics import RequestClock, ServerMetrics

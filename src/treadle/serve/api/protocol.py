@@ -106,7 +106,15 @@ class ChatBody(_Generation):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
-    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict, max_length=64)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_variables(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        taken = {"tokenizer", "messages", "tools", "add_generation_prompt"} & set(value)
+        if taken:
+            raise ValueError(f"{', '.join(sorted(taken))} cannot be set here")
+        return value
 
     def settings(self) -> SamplingSettings:
         if self.top_logprobs is not None and not self.logprobs:
