@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
+from treadle.config import parse_settings
 from treadle.config.files import write_atomically
 from treadle.data.shards import Manifest, TokenizerRecord, token_dtype
 from treadle.data.writer import SplitWriter, TokenizedDocuments
 from treadle.model.tokenizer import Tokenizer
+from treadle.parallel import join
+from treadle.train.feed import open_feed
+from treadle.train.loop import Outcome, Run
+from treadle.train.settings import RunSettings
+from treadle.train.signals import StopRequest
+from treadle.train.sinks import read_metrics
 
 TINY = {
     "model_type": "llama",
@@ -83,3 +92,38 @@ def run_settings(run: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
     for section, values in changes.items():
         tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
     return tree
+
+
+class Interrupt(StopRequest):
+    """Asks a run to stop before it takes its step number `step`."""
+
+    def __init__(self, run: Path, step: int | None) -> None:
+        self.metrics, self.step, self.interrupts = run / "metrics.jsonl", step, 0
+
+    @property
+    def reason(self) -> str:  # pyrefly: ignore
+        if self.step is None or not self.metrics.exists():
+            return ""
+        return "interrupted" if len(self.metrics.read_text().splitlines()) >= self.step else ""
+
+
+def go(tree: dict[str, Any], interrupt_at: int | None = None, feed: Any = None) -> Outcome:
+    """Carry out a run in this process, up to step `interrupt_at`; the process group may be that of a pool of ranks."""
+    settings = parse_settings(RunSettings, tree)
+    with join(settings.plan, torch.device("cpu")) as mesh:
+        stop = Interrupt(settings.run, interrupt_at)
+        return Run(settings, feed or open_feed(settings.data), mesh, stop).go()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Return what a run measured of its steps, without what depends on the clock."""
+    keep = ("step", "loss", "gradient_norm", "learning_rate", "tokens", "validation_loss", "skipped", "loss_scale")
+    return [{k: v for k, v in record.items() if k in keep} for record in read_metrics(run / "metrics.jsonl")]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint, weights and optimizer."""
+    found = {}
+    for file in sorted(checkpoint.rglob("*.safetensors")):
+        found |= {f"{file.name}/{name}": tensor for name, tensor in load_file(file).items()}
+    return found
