@@ -126,8 +126,7 @@ def tokenize(pieces: list[Piece], settings: TokenizeSettings, tokenizer: Tokeniz
         if document.messages is None:
             ids = np.array(_framed(next(encoded), document, settings), dtype)
         else:
-            met.note("chats")
-            ids, mask = _chat(document, tokenizer, dtype)
+            ids, mask = _chat(document, document.messages, tokenizer, settings, met)
         if len(ids):
             parts[split_of(document.digest, settings.validation)].append((document, ids, mask))
     splits = {name: _joined(found, dtype) for name, found in parts.items() if found}
@@ -142,31 +141,49 @@ def _framed(ids: list[int], document: _Document, settings: TokenizeSettings) -> 
     return ids
 
 
-def _chat(document: _Document, tokenizer: Tokenizer, dtype: str) -> tuple[NDArray, NDArray]:
+def _chat(
+    document: _Document, messages: list[dict[str, Any]], tokenizer: Tokenizer, settings: TokenizeSettings, met: _Met
+) -> tuple[NDArray, NDArray]:
     from treadle.model.chat import encode_chat_with_answers
 
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{document.name} is a chat, but the tokenizer has no chat template; give --tokenizer one that has"
+        )
     try:
-        ids, answers = encode_chat_with_answers(tokenizer, document.messages)
+        ids, answers = encode_chat_with_answers(tokenizer, messages)
     except UserError as error:
-        raise UserError(f"{document.name}: {error}") from error
-    return np.array(ids, dtype), np.array(answers, np.uint8)
+        if settings.bad_records == "error":
+            raise UserError(f"{document.name}: {error}") from error
+        met.note("bad_records", document.name)
+        ids, answers = [], []
+    else:
+        met.note("chats")
+    return np.array(ids, np.int64), np.array(answers, np.uint8)
 
 
 def _joined(found: list[tuple[_Document, NDArray, NDArray | None]], dtype: str) -> TokenizedDocuments:
     mask = None
     if any(m is not None for _, _, m in found):
         mask = np.concatenate([np.ones(len(ids), np.uint8) if m is None else m for _, ids, m in found])
-    texts = [
-        [document.text] if document.messages is None else [str(m.get("content") or "") for m in document.messages]
-        for document, _, _ in found
-    ]
+    lengths: list[int] = []
+    text_bytes = words = 0
+    for number, (document, ids, _) in enumerate(found):
+        if document.continues and number:
+            lengths[-1] += len(ids)
+        else:
+            lengths.append(len(ids))
+        messages = document.messages
+        for text in [document.text] if messages is None else [str(m.get("content") or "") for m in messages]:
+            text_bytes += len(text.encode(errors="replace"))
+            words += len(text.split())
     return TokenizedDocuments(
-        tokens=np.concatenate([ids for _, ids, _ in found]).astype(dtype, copy=False),
-        lengths=np.array([len(ids) for _, ids, _ in found], np.int64),
+        tokens=np.concatenate([ids for _, ids, _ in found]).astype(dtype),
+        lengths=np.array(lengths, np.int64),
         mask=mask,
         continues=found[0][0].continues,
-        text_bytes=sum(len(text.encode()) for document in texts for text in document),
-        words=sum(len(text.split()) for document in texts for text in document),
+        text_bytes=text_bytes,
+        words=words,
     )
 
 
@@ -178,7 +195,7 @@ def _documents(pieces: list[Piece], settings: TokenizeSettings, met: _Met) -> It
             if piece.forced:
                 met.note("forced_cuts", piece.name)
             data = piece.data if piece.continues else piece.data.removeprefix(b"\xef\xbb\xbf")
-            text = _decoded(data, piece.name, settings, met)
+            text = _decoded(data, piece.name, settings, met, part=bool(piece.digest))
             if text is None:
                 continue
             if not text.strip() and not piece.digest:
@@ -188,7 +205,8 @@ def _documents(pieces: list[Piece], settings: TokenizeSettings, met: _Met) -> It
             yield _Document(text, piece.name, digest, continues=piece.continues, more=piece.more)
 
 
-def _decoded(data: bytes, name: str, settings: TokenizeSettings, met: _Met) -> str | None:
+def _decoded(data: bytes, name: str, settings: TokenizeSettings, met: _Met, part: bool = False) -> str | None:
+    """Return the text, or None where it is skipped; a part of a document is not, the rest would be out of place."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -198,7 +216,7 @@ def _decoded(data: bytes, name: str, settings: TokenizeSettings, met: _Met) -> s
                 f"{name} is not valid UTF-8 (byte {data[error.start]:#04x} at {error.start}); convert it, or choose "
                 "--invalid-utf8 replace or skip"
             ) from None
-        return data.decode(errors="replace") if settings.invalid_utf8 == "replace" else None
+        return data.decode(errors="replace") if settings.invalid_utf8 == "replace" or part else None
 
 
 def _records(piece: Piece, settings: TokenizeSettings, met: _Met) -> Iterator[_Document]:

@@ -73,10 +73,10 @@ class Piece:
 
 @dataclass
 class Block:
-    """Some pieces in order. `cursor` is the place after them, `position` how many bytes of the sources lie before it."""
+    """Some pieces in order. `cursor` is the place after them, `position` the bytes of the sources before it."""
 
+    cursor: Cursor
     pieces: list[Piece] = field(default_factory=list)
-    cursor: Cursor = Cursor()
     position: int = 0
     skipped: list[str] = field(default_factory=list)
     size: int = 0

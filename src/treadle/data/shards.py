@@ -28,6 +28,8 @@ from treadle.config.settings import parse_settings
 FORMAT = "treadle-corpus"
 VERSION = 1
 MANIFEST = "manifest.json"
+# There while a corpus is being made.
+PREPARING = ".preparing"
 SPLITS = ("train", "validation")
 MAX_MANIFEST_BYTES = 1 << 30
 FileKind = Literal["tokens", "documents", "mask"]
@@ -104,7 +106,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"the corpus {folder} {what}; make it with 'treadle data prepare SOURCES --out {folder}'")
     if not path.is_file():
-        if (folder / ".preparing").is_dir():
+        if (folder / PREPARING).is_dir():
             raise UserError(
                 f"the corpus {folder} is not finished: its preparation was interrupted; run the same "
                 "'treadle data prepare' again and it goes on where it stopped"

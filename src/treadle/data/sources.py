@@ -25,6 +25,7 @@ from typing import Any
 
 from treadle.config import Settings, UserError
 from treadle.config.plugins import Parts
+from treadle.config.progress import progress
 
 Document = str | Mapping[str, Any]
 sources: Parts[Callable[[str], Iterable[Document]]] = Parts("source")
@@ -41,16 +42,21 @@ class Source(Settings):
 
 
 def expand(addresses: Sequence[str], exclude: Sequence[str] = (), output: Path | None = None) -> list[Source]:
-    """Return every file that `addresses` stand for, in order and each once.
+    """Return every file that `addresses` stand for, each once: in the order of the addresses, then of the paths.
 
     `exclude` holds patterns matched against whole paths (`*` spans folders too). Hidden files and folders are left out
     where a folder is read, and so is `output`, the folder that is being written.
     Raises UserError for an address that is missing, matches nothing or has an unknown scheme.
     """
     found: dict[str, Source] = {}
-    for address in addresses:
-        for source in _expand_one(address, output):
-            if not any(fnmatch.fnmatchcase(source.name, pattern) for pattern in exclude):
+    with progress("Looking for files", total=None, unit="files") as step:
+        for address in addresses:
+            here = []
+            for source in _expand_one(address, output):
+                step(1)
+                if not any(fnmatch.fnmatchcase(source.name, pattern) for pattern in exclude):
+                    here.append(source)
+            for source in sorted(here, key=lambda source: source.name):
                 found.setdefault(source.name, source)
     if not found:
         left_out = f", or all of them match --exclude {' '.join(exclude)}" if exclude else ""
@@ -59,7 +65,7 @@ def expand(addresses: Sequence[str], exclude: Sequence[str] = (), output: Path |
 
 
 def _expand_one(address: str, output: Path | None) -> Iterator[Source]:
-    scheme, separator, argument = address.partition("://")
+    scheme, separator, _ = address.partition("://")
     if separator and scheme in sources.names():
         yield Source(name=address, part=scheme, named=True)
     elif separator or "::" in address:
@@ -69,20 +75,21 @@ def _expand_one(address: str, output: Path | None) -> Iterator[Source]:
     elif os.path.exists(address):
         if not os.path.isfile(address):
             raise UserError(
-                f"{address} is neither a file nor a folder, so its documents cannot be read twice; save it first"
+                f"{address} is neither a file nor a folder and cannot be read twice; save it to a file first"
             )
         yield _local(address, named=True)
     elif glob.has_magic(address):
-        matches = sorted(glob.glob(address, recursive=True))
-        if not matches:
-            raise UserError(f"nothing matches {address}; check the pattern (quote it, ** spans folders)")
-        for match in matches:
+        count = 0
+        for match in glob.iglob(address, recursive=True):
+            count += 1
             if os.path.isdir(match):
                 # A ** pattern names the folders that it walked through as well as what is in them.
                 if "**" not in address:
                     yield from _folder(match, output)
             elif os.path.isfile(match):
                 yield _local(match)
+        if not count:
+            raise UserError(f"nothing matches {address}; check the pattern (** spans folders)")
     else:
         raise UserError(f"{address} does not exist; check the path")
 

@@ -1,0 +1,128 @@
+"""The folder of a corpus while it is being made: whose it is, how far it got, whether what it is made from changed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+from treadle.config import Settings, UserError
+from treadle.config.files import disk_errors, remove_leftovers, write_atomically
+from treadle.data.documents import Counts
+from treadle.data.reading import Cursor
+from treadle.data.shards import MANIFEST, PREPARING, SPLITS
+from treadle.data.sources import Source, difference, to_lines
+from treadle.data.writer import SplitState, SplitWriter
+
+JOURNAL = f"{PREPARING}/journal.json"
+
+
+class Journal(Settings):
+    """What is durable on disk."""
+
+    cursor: Cursor = Cursor()
+    position: int = 0
+    splits: dict[str, SplitState] = {}
+    counts: Counts = Counts()
+    skipped: int = 0
+    skipped_names: list[str] = []
+    seconds: float = 0.0
+
+
+def remove_corpus(folder: Path, folder_too: bool = False) -> None:
+    """Remove a corpus, finished or not, and nothing else that the folder may hold."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name in ("tokenizer", "packing", PREPARING):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for pattern in ("[0-9]" * 5 + ".tokens", "[0-9]" * 5 + ".documents", "[0-9]" * 5 + ".mask"):
+        for split in SPLITS:
+            for path in folder.glob(f"{split}-{pattern}"):
+                path.unlink()
+    (folder / "sources.jsonl").unlink(missing_ok=True)
+    remove_leftovers(folder)
+    if folder_too:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raise UserError where the folder holds something else than a corpus."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another folder with --out")
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file() and not (out / PREPARING).is_dir():
+        raise UserError(f"{out} is not empty and holds no corpus; choose another folder with --out")
+
+
+def changed_since(
+    out: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    found: list[Source],
+    whole: bool,
+    cursor: Cursor = Cursor(),
+) -> str | None:
+    """Return in words what differs from what the corpus was made from (if not `whole`: up to `cursor`), or None."""
+    for key in after:
+        # What was refused has not been met yet, so another way with it changes nothing that was written.
+        lenient = not whole and key in ("invalid_utf8", "bad_records") and before.get(key) == "error"
+        if before.get(key) != after[key] and not lenient:
+            if key == "tokenizer":
+                return "the tokenizer is another one"
+            return f"{key} was {before.get(key)} and is now {after[key]}"
+    place = out / ("sources.jsonl" if whole else f"{PREPARING}/sources.jsonl")
+    old, new = place.read_bytes() if place.is_file() else b"", to_lines(found)
+    if not whole and after["tokenizer"] is not None:
+        # A given tokenizer: what was not read yet may have changed, a damaged file may have been replaced.
+        read = cursor.file + (cursor.offset > 0 or cursor.record > 0)
+        old, new = (b"".join(lines.splitlines(keepends=True)[:read]) for lines in (old, new))
+    return difference(old, new)
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Generator[None]:
+    """Hold the folder for this process; the system lets go of it however the process ends."""
+    with disk_errors(out):
+        (out / PREPARING).mkdir(parents=True, exist_ok=True)
+        lock = (out / PREPARING / "lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is preparing {out} right now; wait for it, or choose another folder"
+            ) from None
+        yield
+
+
+def begin(out: Path, decisive: dict[str, Any], found: list[Source], overwrite: bool) -> Journal:
+    """Return where to go on from: an interrupted preparation of the same, or the start."""
+    preparing = out / PREPARING
+    journal = Journal()
+    if (preparing / "settings.json").is_file():
+        before = json.loads((preparing / "settings.json").read_bytes())
+        if (out / JOURNAL).is_file():
+            journal = Journal.model_validate_json((out / JOURNAL).read_bytes())
+        changed = changed_since(out, before, decisive, found, whole=False, cursor=journal.cursor)
+        if changed is not None:
+            if not overwrite:
+                raise UserError(
+                    f"the preparation of {out} was interrupted and cannot go on: {changed}; "
+                    "add --overwrite to start again"
+                )
+            journal = Journal()
+            shutil.rmtree(out / "tokenizer", ignore_errors=True)
+            (out / JOURNAL).unlink(missing_ok=True)
+    write_atomically(preparing / "sources.jsonl", to_lines(found))
+    write_atomically(preparing / "settings.json", json.dumps(decisive).encode())
+    return journal
+
+
+def sync(out: Path, journal: Journal, writers: Mapping[str, SplitWriter]) -> None:
+    """Make everything up to here durable, then say so in the journal."""
+    states = {split: writer.sync() for split, writer in writers.items()}
+    state = journal.model_copy(update={"splits": states})
+    write_atomically(out / JOURNAL, state.model_dump_json().encode())

@@ -1,0 +1,390 @@
+"""From sources to a prepared corpus: tokenize in parallel, write in order, go on after an interruption.
+
+    report = prepare(PrepareSettings(sources=["texts/"], out="corpus", train_tokenizer=8192))
+
+While it runs, the folder holds `.preparing/` with a journal: up to which place in the sources everything is durable on
+disk, and how long the shards were then. A second run cuts the shards back to that and goes on from that place. The
+output depends on the sources and the settings alone, however many processes worked and however often they were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from treadle.config import Settings, TreadleError, UserError
+from treadle.config.files import atomic_folder, remove_leftovers, write_atomically
+from treadle.config.progress import amount_text, progress
+from treadle.data.documents import NAMES_KEPT, Counts, TokenizeSettings, texts_of
+from treadle.data.journal import JOURNAL, Journal, begin, changed_since, locked, refuse_foreign, remove_corpus, sync
+from treadle.data.pool import tokenize_blocks
+from treadle.data.reading import Block, ReadSettings, SafeCut, read_blocks
+from treadle.data.shards import (
+    MANIFEST,
+    PREPARING,
+    SPLITS,
+    Manifest,
+    SplitRecord,
+    TokenizerRecord,
+    read_manifest,
+    token_dtype,
+)
+from treadle.data.sources import Source, expand, to_lines
+from treadle.data.writer import SplitWriter
+
+if TYPE_CHECKING:
+    from treadle.model.tokenizer import Tokenizer
+
+SYNC_SECONDS = 2.0
+IN_PROCESS_BYTES = 1 << 20
+# What compressed text grows to, about: only to choose how much of it a tokenizer is trained on.
+COMPRESSION = 4
+# Settings that leave the tokens as they are, or are known by what they lead to.
+NOT_DECISIVE = {"sources", "exclude", "out", "workers", "overwrite", "tokenizer"}
+
+
+class PrepareSettings(Settings):
+    """What `prepare` makes of what."""
+
+    sources: list[str] = Field(min_length=1)
+    out: Path
+    tokenizer: str | None = None
+    train_tokenizer: int | None = Field(None, ge=1)
+    tokenizer_bytes: int = Field(64 << 20, ge=1 << 10)
+    validation: float = Field(0.01, ge=0, lt=1)
+    exclude: list[str] = []
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    text_field: str = "text"
+    separator: str | None = Field(None, min_length=1)
+    document_bytes: int | None = Field(None, ge=1 << 10, le=16 << 20)
+    invalid_utf8: Literal["replace", "skip", "error"] = "replace"
+    bad_records: Literal["error", "skip"] = "error"
+    bos: Literal["auto", "always", "never"] = "auto"
+    eos: bool = True
+    shard_tokens: int = Field(1 << 27, ge=1)
+    workers: int | None = Field(None, ge=0, le=1024)
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> PrepareSettings:
+        if (self.tokenizer is None) == (self.train_tokenizer is None):
+            raise ValueError("choose one of --tokenizer (a model's folder) and --train-tokenizer (a vocabulary size)")
+        if self.separator and self.document_bytes:
+            raise ValueError("choose one of --separator and --document-bytes")
+        return self
+
+
+class PreparedReport(Settings):
+    """What was made. `seconds` is the time of all the runs that it took; `reused` says that it was there already."""
+
+    folder: Path
+    manifest: Manifest
+    seconds: float
+    reused: bool
+    notes: list[str]
+
+
+def prepare(settings: PrepareSettings) -> PreparedReport:
+    """Make a corpus, or go on making it, or find that it is there already; see the head of this file.
+
+    Raises UserError for what the user can mend (the sentence says how), TreadleError for a full disk or a lost
+    process.
+    """
+    out = settings.out
+    found = expand(settings.sources, settings.exclude, out)
+    refuse_foreign(out)
+    given = _given_tokenizer(settings.tokenizer) if settings.tokenizer else None
+    decisive = _decisive(settings, given)
+    if (out / MANIFEST).is_file():
+        manifest = read_manifest(out)
+        changed = changed_since(out, manifest.settings, decisive, found, whole=True)
+        if changed is None:
+            shutil.rmtree(out / PREPARING, ignore_errors=True)
+            return _report(out, manifest, 0.0, reused=True)
+        if not settings.overwrite:
+            raise UserError(f"{out} was prepared from something else: {changed}; add --overwrite to replace it")
+        remove_corpus(out)
+    created = not out.exists()
+    with locked(out):
+        journal = begin(out, decisive, found, settings.overwrite)
+        try:
+            manifest, seconds = _run(settings, given, found, journal)
+        except BaseException as error:
+            kept = (out / JOURNAL).is_file()
+            if not kept:
+                remove_corpus(out, folder_too=created)
+            if isinstance(error, TreadleError) and kept:
+                way_out = "what was done is kept, and the same command goes on from there"
+                raise type(error)(f"{error} ({way_out})") from error
+            raise
+    return _report(out, manifest, seconds, reused=False)
+
+
+def _decisive(settings: PrepareSettings, given: Tokenizer | None) -> dict[str, Any]:
+    """Return the settings that decide the tokens, as plain data."""
+    chosen = settings.model_dump(mode="json", exclude=NOT_DECISIVE)
+    return chosen | {"tokenizer": given.fingerprint if given else None}
+
+
+def _run(
+    settings: PrepareSettings, given: Tokenizer | None, found: list[Source], journal: Journal
+) -> tuple[Manifest, float]:
+    out = settings.out
+    tokenizer = _tokenizer(settings, given, found)
+    bos_id, eos_id = _ends(settings, tokenizer)
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    writers = {
+        split: SplitWriter(out, split, dtype, settings.shard_tokens, journal.splits.get(split)) for split in SPLITS
+    }
+    work = TokenizeSettings(
+        text_field=settings.text_field,
+        validation=settings.validation,
+        invalid_utf8=settings.invalid_utf8,
+        bad_records=settings.bad_records,
+        bos_id=bos_id,
+        eos_id=eos_id,
+    )
+    try:
+        journal = _tokenize(settings, found, journal, writers, work, tokenizer)
+        if not any(writer.tokens or writer.closed for writer in writers.values()):
+            raise _empty(settings, found, journal)
+        records = {split: writer.finish() for split, writer in writers.items()}
+    finally:
+        for writer in writers.values():
+            writer.abandon()
+    if not records["train"].tokens:
+        raise UserError(
+            f"every document fell to validation, none is left to train on; lower --validation (now "
+            f"{settings.validation})"
+        )
+    return _finish(settings, found, journal, records, tokenizer, bos_id, eos_id), journal.seconds
+
+
+def _tokenize(
+    settings: PrepareSettings,
+    found: list[Source],
+    journal: Journal,
+    writers: dict[str, SplitWriter],
+    work: TokenizeSettings,
+    tokenizer: Tokenizer,
+) -> Journal:
+    """Write every document from the journal's place on, and keep the journal. Returns its last state."""
+    read = ReadSettings(**{key: getattr(settings, key) for key in ReadSettings.model_fields})
+    sizes = [source.bytes for source in found]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    blocks = read_blocks(found, read, journal.cursor, _safe_cut(tokenizer))
+    tokenized = tokenize_blocks(blocks, settings.out / "tokenizer", work, _workers(settings, total))
+    synced = started = time.monotonic()
+    before, at = journal.seconds, journal.position
+    dirty = False
+    tokens = sum(state.tokens + sum(s.tokens for s in state.closed) for state in journal.splits.values())
+    with progress(f"Preparing {settings.out}", total=total, unit="B") as step, contextlib.closing(tokenized):
+        step(at)
+        try:
+            for block, result in tokenized:
+                for split, documents in result.splits.items():
+                    writers[split].add(documents)
+                    tokens += len(documents.tokens)
+                journal = _advanced(journal, block, result.counts, before + time.monotonic() - started)
+                dirty = True
+                if time.monotonic() - synced > SYNC_SECONDS:
+                    sync(settings.out, journal, writers)
+                    synced, dirty = time.monotonic(), False
+                step(block.position - at, amount_text(tokens, "tokens"))
+                at = block.position
+        except KeyboardInterrupt:
+            if dirty:
+                sync(settings.out, journal, writers)
+            raise
+    return journal
+
+
+def _advanced(journal: Journal, block: Block, counts: Counts, seconds: float) -> Journal:
+    return journal.model_copy(
+        update={
+            "cursor": block.cursor,
+            "position": block.position,
+            "counts": journal.counts.plus(counts),
+            "skipped": journal.skipped + len(block.skipped),
+            "skipped_names": [*journal.skipped_names, *block.skipped][:NAMES_KEPT],
+            "seconds": seconds,
+        }
+    )
+
+
+def _workers(settings: PrepareSettings, total: int | None) -> int:
+    if settings.workers is not None:
+        return settings.workers
+    if total is not None and total <= IN_PROCESS_BYTES:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if total is None else min(cores, math.ceil(total / IN_PROCESS_BYTES))
+
+
+def _given_tokenizer(path: str) -> Tokenizer:
+    """Return the tokenizer of a model's folder, of a prepared corpus, of a GGUF file, or of a tokenizer.json."""
+    from treadle.model.tokenizer import Tokenizer
+
+    place = Path(path)
+    if place.is_file() and place.suffix == ".gguf":
+        from treadle.weights.gguf import GgufFile
+        from treadle.weights.gguf_tokenizer import gguf_tokenizer
+
+        return gguf_tokenizer(GgufFile.open(place))
+    if place.is_file() and place.name == "tokenizer.json":
+        place = place.parent
+    if (place / MANIFEST).is_file() and (place / "tokenizer").is_dir():
+        place = place / "tokenizer"
+    return Tokenizer.load(place)
+
+
+def _tokenizer(settings: PrepareSettings, given: Tokenizer | None, found: list[Source]) -> Tokenizer:
+    """Return the tokenizer, which then lies in the corpus's own folder: the given one, or one trained now or before."""
+    from treadle.model.tokenizer import Tokenizer
+
+    folder = settings.out / "tokenizer"
+    if folder.is_dir():
+        return Tokenizer.load(folder)
+    tokenizer = given
+    if tokenizer is None:
+        assert settings.train_tokenizer is not None
+        tokenizer = Tokenizer.train(_sampled_texts(settings, found), settings.train_tokenizer)
+    with atomic_folder(folder) as aside:
+        tokenizer.save(aside)
+    return Tokenizer.load(folder)
+
+
+def _sampled_texts(settings: PrepareSettings, found: list[Source]) -> Iterator[str]:
+    """Yield about `tokenizer_bytes` of the training documents, evenly from all sources, the same ones every time."""
+    compressed = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".parquet")
+    sizes = [(source.bytes or 0) * (COMPRESSION if source.name.endswith(compressed) else 1) for source in found]
+    every = max(1, math.ceil(sum(sizes) / settings.tokenizer_bytes))
+    read = ReadSettings(**{key: getattr(settings, key) for key in ReadSettings.model_fields})
+    work = TokenizeSettings(
+        text_field=settings.text_field,
+        validation=settings.validation,
+        invalid_utf8=settings.invalid_utf8,
+        bad_records=settings.bad_records,
+    )
+    left = settings.tokenizer_bytes
+    for number, block in enumerate(read_blocks(found, read)):
+        if number % every == 0:
+            for split, text in texts_of(block.pieces, work):
+                if split == "train":
+                    yield text
+                    left -= len(text)
+        if left <= 0:
+            return
+
+
+def _ends(settings: PrepareSettings, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+    """Return the ids to put before and after each document."""
+    bos_id = tokenizer.bos_id
+    if settings.bos == "always" and bos_id is None:
+        raise UserError("--bos always: the tokenizer has no BOS token; leave the option out")
+    if settings.bos == "never" or (settings.bos == "auto" and tokenizer.encode("")[:1] != [bos_id]):
+        bos_id = None
+    return bos_id, tokenizer.eos_ids[0] if settings.eos and tokenizer.eos_ids else None
+
+
+def _safe_cut(tokenizer: Tokenizer) -> SafeCut:
+    def safe(left: str, right: str) -> bool:
+        whole, first, second = tokenizer.encode_batch(
+            [left + right, left, right], special_tokens=False, parse_special=False
+        )
+        return whole == first + second
+
+    return safe
+
+
+def _empty(settings: PrepareSettings, found: list[Source], journal: Journal) -> UserError:
+    reasons = []
+    if journal.skipped:
+        reasons.append(f"{counted(journal.skipped, 'binary file')} skipped, such as {journal.skipped_names[0]}")
+    if journal.counts.empty:
+        reasons.append(counted(journal.counts.empty, "empty document"))
+    if journal.counts.invalid_utf8 and settings.invalid_utf8 == "skip":
+        reasons.append(f"{journal.counts.invalid_utf8} not valid UTF-8")
+    if journal.counts.bad_records:
+        reasons.append(counted(journal.counts.bad_records, "bad record"))
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    return UserError(
+        f"there is no text in the {len(found)} {files} of {' '.join(settings.sources)}{why}; check the paths"
+    )
+
+
+def _finish(
+    settings: PrepareSettings,
+    found: list[Source],
+    journal: Journal,
+    records: dict[str, SplitRecord],
+    tokenizer: Tokenizer,
+    bos_id: int | None,
+    eos_id: int | None,
+) -> Manifest:
+    out, counts = settings.out, journal.counts
+    given = _decisive(settings, tokenizer if settings.tokenizer else None)
+    manifest = Manifest(
+        dtype=token_dtype(tokenizer.vocabulary_size),
+        tokenizer=TokenizerRecord(
+            fingerprint=tokenizer.fingerprint,
+            vocabulary_size=tokenizer.vocabulary_size,
+            bos_id=bos_id,
+            eos_id=eos_id,
+        ),
+        splits=records,
+        settings=given,
+        sources={"files": len(found), "bytes": sum(source.bytes or 0 for source in found), "given": settings.sources},
+        report={
+            "binary_files": journal.skipped,
+            **counts.model_dump(exclude={"names"}),
+            "names": counts.names | ({"binary_files": journal.skipped_names} if journal.skipped else {}),
+        },
+    )
+    write_atomically(out / "sources.jsonl", to_lines(found))
+    # The manifest is what makes it a corpus: it comes last.
+    write_atomically(out / MANIFEST, json.dumps(manifest.model_dump(mode="json"), indent=1).encode())
+    shutil.rmtree(out / PREPARING, ignore_errors=True)
+    remove_leftovers(out)
+    return manifest
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 file", "2 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _report(folder: Path, manifest: Manifest, seconds: float, reused: bool) -> PreparedReport:
+    met = Counts.model_validate({key: manifest.report.get(key, 0) for key in Counts.model_fields if key != "names"})
+    names: Any = manifest.report.get("names") or {}
+    binary: Any = manifest.report.get("binary_files") or 0
+
+    def such(kind: str) -> str:
+        return f", such as {names[kind][0]}" if names.get(kind) else ""
+
+    policy = manifest.settings.get("invalid_utf8")
+    done = "skipped" if policy == "skip" else "with U+FFFD in place of the wrong bytes"
+    notes = [
+        (binary, f"{counted(binary, 'file')} skipped as binary or of another encoding than UTF-8{such('binary_files')}"),
+        (met.invalid_utf8, f"{counted(met.invalid_utf8, 'document')} not valid UTF-8, {done}{such('invalid_utf8')}"),
+        (met.bad_records, f"{counted(met.bad_records, 'bad record')} skipped{such('bad_records')}"),
+        (met.empty, f"{counted(met.empty, 'empty document')} left out{such('empty')}"),
+        (met.forced_cuts, f"{counted(met.forced_cuts, 'cut')} in long documents may show{such('forced_cuts')}"),
+        (
+            manifest.settings.get("validation") and not manifest.splits["validation"].documents,
+            "no document fell to validation: use a larger --validation, or cut long files with --document-bytes 65536",
+        ),
+        (manifest.tokenizer.eos_id is None, "the tokenizer has no EOS token, so documents end without one"),
+    ]
+    return PreparedReport(
+        folder=folder, manifest=manifest, seconds=seconds, reused=reused, notes=[text for count, text in notes if count]
+    )
