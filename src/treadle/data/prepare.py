@@ -317,9 +317,8 @@ def _empty(settings: PrepareSettings, found: list[Source], journal: Journal) -> 
     if journal.counts.bad_records:
         reasons.append(counted(journal.counts.bad_records, "bad record"))
     why = f" ({'; '.join(reasons)})" if reasons else ""
-    return UserError(
-        f"there is no text in the {len(found)} {files} of {' '.join(settings.sources)}{why}; check the paths"
-    )
+    where = f"{counted(len(found), 'file')} of {' '.join(settings.sources)}"
+    return UserError(f"there is no text in the {where}{why}; check the paths")
 
 
 def _finish(
@@ -374,7 +373,10 @@ def _report(folder: Path, manifest: Manifest, seconds: float, reused: bool) -> P
     policy = manifest.settings.get("invalid_utf8")
     done = "skipped" if policy == "skip" else "with U+FFFD in place of the wrong bytes"
     notes = [
-        (binary, f"{counted(binary, 'file')} skipped as binary or of another encoding than UTF-8{such('binary_files')}"),
+        (
+            binary,
+            f"{counted(binary, 'file')} skipped as binary or of another encoding than UTF-8{such('binary_files')}",
+        ),
         (met.invalid_utf8, f"{counted(met.invalid_utf8, 'document')} not valid UTF-8, {done}{such('invalid_utf8')}"),
         (met.bad_records, f"{counted(met.bad_records, 'bad record')} skipped{such('bad_records')}"),
         (met.empty, f"{counted(met.empty, 'empty document')} left out{such('empty')}"),

@@ -168,7 +168,8 @@ class _Zstandard(io.RawIOBase):
     def __init__(self, raw: BinaryIO) -> None:
         self.raw = raw
         self.frame: Any = None
-        self.input = self.ready = b""
+        self.input = b""
+        self.ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -176,15 +177,15 @@ class _Zstandard(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
             if not self.input:
-                # A few bytes may stand for a whole block of 128 KiB: fed in small pieces, they stay bounded in memory.
-                self.input = self.raw.read(1 << 11)
+                # Four bytes may stand for a block of 128 KiB: fed in small pieces, they stay bounded in memory.
+                self.input = self.raw.read(512)
                 if not self.input:
                     if self.frame is not None:
                         raise EOFError("the Zstandard frame has no end")
                     return 0
             if self.frame is None:
                 self.frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            self.ready = self.frame.decompress(self.input)
+            self.ready = memoryview(self.frame.decompress(self.input))
             self.input = b""
             if self.frame.eof:
                 self.input, self.frame = self.frame.unused_data, None
