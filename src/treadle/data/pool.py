@@ -99,9 +99,8 @@ class _Worker:
 
 @contextlib.contextmanager
 def _worker(tokenizer_folder: Path, settings: TokenizeSettings) -> Generator[_Worker]:
-    import treadle
 
-    home = str(Path(treadle.__file__).parent.parent)
+    home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
