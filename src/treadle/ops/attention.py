@@ -239,14 +239,21 @@ _FLASH_TAKES = "float32 or bfloat16 on CPU; no soft cap, no sinks, no window sho
     takes=_FLASH_TAKES,
 )
 def _flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, scale: float, *_: Any) -> Any:
-    out, normalizer = _like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    parts = []
     for rows, count in _runs(starts, q.shape[0]):
         batch = (_batched(x, rows, count) for x in (q, k, v))
-        part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, True, scale=scale)
-        out[rows] = part.transpose(1, 2).flatten(0, 1)
-        normalizer[rows] = total.transpose(1, 2).flatten(0, 1)
+        part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, True, scale=scale)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
+    if not parts:
+        return _like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out, normalizer = (_joined(group) for group in zip(*parts, strict=True))
     return out, normalizer
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """Return the rows of all parts, without a copy where there is one part (its memory is in row order already)."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 @PACKED_ATTENTION_BACKWARD.kernel(
@@ -269,17 +276,18 @@ def _flash_backward(
     scale: float,
     *_: Any,
 ) -> Any:
-    grads = _like(q), _like(k), _like(v)
     grad, q, k, v = grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+    parts = []
     for rows, count in _runs(starts, q.shape[0]):
         batch = (_batched(x, rows, count) for x in (grad, q, k, v, out))
         total = normalizer[rows].view(count, -1, q.shape[1]).transpose(1, 2)
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *batch, total, 0.0, True, scale=scale
         )
-        for whole, part in zip(grads, parts, strict=True):
-            whole[rows] = part.transpose(1, 2).flatten(0, 1)
-    return *grads, q.new_empty(0)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
+    if not parts:
+        return _like(q), _like(k), _like(v), q.new_empty(0)
+    return *(_joined(group) for group in zip(*parts, strict=True)), q.new_empty(0)
 
 
 def packed_attention(
