@@ -1,0 +1,158 @@
+// Calls every function of the native library on exact-size heap memory, odd shapes and every variant, and runs the pool
+// from several threads; built with the sanitizers by scripts/sanitize_native. Values are tested from Python.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace treadle;
+
+extern "C" {
+std::int32_t treadle_abi();
+const char* treadle_runnable(std::int32_t);
+std::int32_t treadle_select(const char*);
+std::int32_t treadle_rms_norm(const RmsNorm*, std::int64_t, std::int32_t);
+std::int32_t treadle_rms_norm_backward(const RmsNormBackward*, float*, std::int64_t, std::int32_t);
+std::int32_t treadle_gated_activation(const GatedActivation*, std::int64_t, std::int32_t);
+std::int32_t treadle_gated_activation_backward(const GatedActivation*, std::int64_t, std::int32_t);
+std::int32_t treadle_rope(const Rope*, std::int64_t, std::int32_t);
+std::int32_t treadle_cross_entropy(const CrossEntropy*, std::int64_t, std::int32_t);
+}
+
+namespace {
+
+constexpr std::int64_t kWidths[] = {1, 2, 7, 15, 16, 17, 31, 64, 129, 1000};
+constexpr std::int64_t kRows[] = {0, 1, 3, 70, 513};
+constexpr DType kTypes[] = {kFloat32, kBFloat16};
+
+// Memory of exactly the size asked for, so that one element too far is seen; every 50th value is special.
+class Memory {
+ public:
+  Memory(DType type, std::int64_t count) : bytes_(static_cast<std::size_t>(count) * (type == kFloat32 ? 4 : 2)) {
+    static const float special[] = {0.0f, -0.0f, std::numeric_limits<float>::infinity(),
+                                    -std::numeric_limits<float>::infinity(), std::nanf(""), 3e38f, -3e38f, 1e-40f};
+    for (std::int64_t i = 0; i < count; ++i) {
+      float value = static_cast<float>(std::rand()) / static_cast<float>(RAND_MAX) * 8.0f - 4.0f;
+      if (i % 50 == 49) value = special[std::rand() % 8];
+      std::uint32_t bits;
+      __builtin_memcpy(&bits, &value, 4);
+      if (type == kFloat32) {
+        __builtin_memcpy(&bytes_[static_cast<std::size_t>(i) * 4], &bits, 4);
+      } else {
+        bits >>= 16;
+        __builtin_memcpy(&bytes_[static_cast<std::size_t>(i) * 2], &bits, 2);
+      }
+    }
+  }
+  void* data() { return bytes_.data(); }
+  Rows rows(std::int64_t width) { return {data(), 1, width, 0}; }
+
+ private:
+  std::vector<unsigned char> bytes_;
+};
+
+void norms(DType x_type, DType weight_type, std::int64_t rows, std::int64_t width, int threads) {
+  const std::int64_t count = rows * width;
+  Memory x(x_type, count), residual(x_type, count), out(x_type, count), total(x_type, count), weight(weight_type, width);
+  const Rows none{nullptr, 1, 0, 0};
+  for (const bool adds : {false, true}) {
+    for (const float offset : {0.0f, 1.0f}) {
+      const RmsNorm forward{x_type, weight_type, width, 1e-6f, offset, x.rows(width), adds ? residual.rows(width) : none,
+                            out.rows(width), adds ? total.rows(width) : none, weight.data()};
+      treadle_rms_norm(&forward, rows, threads);
+      std::vector<float> grad_weight(static_cast<std::size_t>(width));
+      const RmsNormBackward backward{x_type, weight_type, width, 1e-6f, offset, residual.rows(width), x.rows(width),
+                                     adds ? total.rows(width) : none, out.rows(width), weight.data()};
+      treadle_rms_norm_backward(&backward, grad_weight.data(), rows, threads);
+    }
+  }
+}
+
+void activations(DType type, std::int64_t rows, std::int64_t width, int threads) {
+  const std::int64_t count = rows * width;
+  // The gate and the product are halves of rows of twice the width.
+  Memory fused(type, 2 * count), out(type, count), grad(type, count), grad_gate(type, count), grad_up(type, count);
+  char* second = static_cast<char*>(fused.data()) + width * (type == kFloat32 ? 4 : 2);
+  for (int kind = kSilu; kind <= kRelu2; ++kind) {
+    const GatedActivation arguments{type,
+                                    static_cast<Activation>(kind),
+                                    width,
+                                    {fused.data(), 1, 2 * width, 0},
+                                    {rows ? second : nullptr, 1, 2 * width, 0},
+                                    out.rows(width),
+                                    grad.rows(width),
+                                    grad_gate.rows(width),
+                                    grad_up.rows(width)};
+    treadle_gated_activation(&arguments, rows, threads);
+    treadle_gated_activation_backward(&arguments, rows, threads);
+  }
+}
+
+void ropes(DType type, std::int64_t tokens, std::int64_t width, int threads) {
+  constexpr std::int64_t heads = 3;
+  for (const std::int64_t pairs : {width / 2, width / 4}) {
+    Memory x(type, tokens * heads * width), out(type, tokens * heads * width);
+    Memory cos(kFloat32, tokens * pairs), sin(kFloat32, tokens * pairs);
+    for (const bool interleaved : {false, true}) {
+      const Rope arguments{type,         interleaved,     interleaved,
+                           heads,        width,           pairs,
+                           x.rows(width), out.rows(width), static_cast<const float*>(cos.data()),
+                           static_cast<const float*>(sin.data())};
+      treadle_rope(&arguments, tokens * heads, threads);
+    }
+  }
+}
+
+void losses(DType type, std::int64_t rows, std::int64_t vocabulary, int threads) {
+  Memory logits(type, rows * vocabulary), weights(kFloat32, rows);
+  std::vector<std::int64_t> targets(static_cast<std::size_t>(rows));
+  for (auto& target : targets) target = std::rand() % vocabulary;
+  std::vector<float> out(static_cast<std::size_t>(rows));
+  for (const float softcap : {0.0f, 3.0f}) {
+    for (const bool with_gradients : {false, true}) {
+      const CrossEntropy arguments{type, vocabulary, softcap, with_gradients, logits.data(), targets.data(),
+                                   static_cast<const float*>(weights.data()), out.data()};
+      treadle_cross_entropy(&arguments, rows, threads);
+    }
+  }
+}
+
+void everything(int threads) {
+  for (const std::int64_t rows : kRows) {
+    for (const std::int64_t width : kWidths) {
+      for (const DType type : kTypes) {
+        for (const DType weight_type : kTypes) norms(type, weight_type, rows, width, threads);
+        activations(type, rows, width, threads);
+        ropes(type, rows, width, threads);
+        losses(type, rows, width, threads);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (int index = 0; const char* name = treadle_runnable(index); ++index) {
+    treadle_select(name);
+    std::printf("%s\n", name);
+    everything(1);
+    everything(4);
+    std::vector<std::thread> callers;
+    for (int i = 0; i < 3; ++i) {
+      callers.emplace_back([] {
+        for (int k = 0; k < 30; ++k) {
+          activations(kFloat32, 513, 129, 3);
+          losses(kBFloat16, 70, 1000, 4);
+        }
+      });
+    }
+    for (auto& caller : callers) caller.join();
+  }
+  std::printf("no error\n");
+}
