@@ -61,12 +61,14 @@ class Run:
         self.reporter.open(self.state, [*summary(self), *notes, *self._take_up_data()])
         first = self.state.counters.step
         try:
-            decision = self._steps()
-            # A run that was found finished has nothing new to measure.
-            went_on = self.state.counters.step > first
-            if went_on and self.feed.validation and not decision.interrupted:
-                self._evaluate()
-            self.keeper.save(self.state, wait=True)
+            # Whatever ends the run, a checkpoint that was begun is finished.
+            with self.keeper.writer:
+                decision = self._steps()
+                # A run that was found finished has nothing new to measure.
+                went_on = self.state.counters.step > first
+                if went_on and self.feed.validation and not decision.interrupted:
+                    self._evaluate()
+                self.keeper.save(self.state, wait=True)
         finally:
             self._close_data()
             self.reporter.close()
