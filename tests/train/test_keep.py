@@ -69,13 +69,7 @@ def test_a_damaged_newest_costs_its_steps_and_no_more(
 def test_another_model_in_the_same_folder_is_refused_before_anything_changes(tmp_path: Path, corpus: Path) -> None:
     train(short(tmp_path, corpus, steps=1))
     metrics = (tmp_path / "metrics.jsonl").read_bytes()
-    other = short(
-        tmp_path,
-        corpus,
-        model={"config": {**TINY, "intermediate_size": 96}},
-        train={"steps": 2},
-        schedule={"warmup_steps": 0},
-    )
+    other = short(tmp_path, corpus, model={"config": {**TINY, "intermediate_size": 96}}, steps=2)
     with pytest.raises(UserError, match=r"another model .intermediate_size 64 there, 96 here"):
         train(other)
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
@@ -84,12 +78,10 @@ def test_another_model_in_the_same_folder_is_refused_before_anything_changes(tmp
 
 def test_another_tokenizer_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path) -> None:
     config = {**TINY, "vocab_size": 512}
-    train(short(tmp_path / "run", corpus, model={"config": config}, train={"steps": 1}, schedule={"warmup_steps": 0}))
+    train(short(tmp_path / "run", corpus, model={"config": config}, steps=1))
     smaller = write_run_corpus(tmp_path / "corpus", vocabulary_size=400)
     with pytest.raises(UserError, match="another tokenizer"):
-        train(
-            short(tmp_path / "run", smaller, model={"config": config}, train={"steps": 2}, schedule={"warmup_steps": 0})
-        )
+        train(short(tmp_path / "run", smaller, model={"config": config}, steps=2))
 
 
 @pytest.mark.parametrize("state", [{}, {"counters": {"steps": 1}}])
