@@ -45,10 +45,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
+def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]], all_of_it: bool = True) -> None:
     """Set every parameter from `values`: names and whole tensors, of which each rank keeps its own shard.
 
-    No rank communicates, and one whole tensor is needed at a time.
+    No rank communicates, and one whole tensor is needed at a time. Without `all_of_it` parameters may stay as they are.
     """
     left = dict(model.named_parameters())
     for name, whole in values:
@@ -59,7 +59,7 @@ def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
             parameter.to_local().copy_(own.to_local())
         else:
             parameter.copy_(whole)
-    assert not left, f"no value for {', '.join(left)}"
+    assert not (left and all_of_it), f"no value for {', '.join(left)}"
 
 
 def synchronize_gradients(model: nn.Module, enabled: bool, keep_weights: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treadle.config import UserError
 from treadle.model.families import read_spec
+from treadle.model.lora import attach_lora, initial_adapter_value, lora_state
 from treadle.model.spec import ModelSpec
 from treadle.model.transformer import Transformer
 from treadle.parallel import Mesh
@@ -20,7 +24,7 @@ from treadle.train.schedules import check_schedule
 from treadle.train.settings import ModelSettings, RunSettings, batching, total_steps
 from treadle.train.sinks import sinks
 from treadle.train.state import TrainState
-from treadle.weights.load import stream_model
+from treadle.weights.load import load_tokenizer, stream_model
 
 HEAD_SIZE = 64
 
@@ -39,6 +43,9 @@ def check_run(settings: RunSettings, feed: Feed, ranks: int) -> None:
     if settings.stop.patience is not None and not settings.evaluation.every:
         raise UserError("stop.patience counts evaluations in the loop; set evaluation.every to some number of steps")
     spec = spec_of(settings, feed)
+    check_tokenizer(settings, feed)
+    if settings.model.lora is not None:
+        attach_lora(Transformer(spec, device="meta"), settings.model.lora.spec())
     check_schedule(settings.schedule, total_steps(settings, spec.parameters_count()))
 
 
@@ -53,19 +60,36 @@ def spec_of(settings: RunSettings, feed: Feed) -> ModelSpec:
     return spec
 
 
+def check_tokenizer(settings: RunSettings, feed: Feed) -> None:
+    """Raise UserError where a model that is fine-tuned has another tokenizer than the data was made with."""
+    if settings.model.from_ is not None:
+        tokenizer = load_tokenizer(settings.model.from_)
+        if tokenizer is not None:
+            feed.mixture.corpora[0].check_tokenizer(tokenizer, whose=f"the model {settings.model.from_}")
+
+
 def build_state(settings: RunSettings, feed: Feed, mesh: Mesh) -> TrainState:
     """Return the state that a run begins with, laid out over the mesh. Raises UserError."""
-    train = settings.train
+    train, base = settings.train, settings.model.from_
     model = Transformer(spec_of(settings, feed), device="meta")
+    lora = settings.model.lora.spec() if settings.model.lora is not None else None
+    if lora is not None:
+        attach_lora(model, lora)
     lay_out(model, mesh, train.precision, train.recompute, train.reshard == "forward")
-    if settings.model.from_ is not None:
-        fill(model, stream_model(settings.model.from_, torch.float32).parameters)
+    if base is not None:
+        fill(model, itertools.chain(stream_model(base, torch.float32).parameters, first_adapters(model, train.seed)))
     else:
         initialize(model, train.seed)
     optimizer = build_optimizer(settings.optimizer, list(model.named_parameters()))
-    state = TrainState(model, optimizer, scaler=first_scaler(train.precision))
+    state = TrainState(model, optimizer, scaler=first_scaler(train.precision), lora=lora, base=str(base or ""))
     state.counters.data = feed.mixture.fingerprint
     return state
+
+
+def first_adapters(model: Transformer, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the first values of a model's adapters, whole."""
+    for name, parameter in lora_state(model).items():
+        yield name, initial_adapter_value(name, parameter.shape, seed)
 
 
 def config_of_depth(depth: int, vocabulary: int, max_positions: int) -> dict[str, Any]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from treadle.config import UserError
+from treadle.model.lora import LoraSpec, attach_lora
+from treadle.model.spec import ModelSpec
 from treadle.model.tokenizer import Tokenizer
+from treadle.model.transformer import Transformer
 from treadle.parallel.collectives import from_first, together
 from treadle.parallel.shard import fill
 from treadle.train.checkpoints import CheckpointSettings, CheckpointWriter, Content, check_same_model, latest_good
 from treadle.train.checkpoints.reader import Checkpoint, open_checkpoint
 from treadle.train.optimizers import load_named_state
 from treadle.train.state import TrainState
+from treadle.weights.adapter import save_adapter
 
 
 class Keeper:
@@ -35,30 +45,71 @@ class Keeper:
             return False
 
         def put() -> None:
-            found = checkpoint or open_checkpoint(path, checksums=False)
-            check_same_model(found, state.model.spec, self.tokenizer.fingerprint)
-            weights, optimizer = found.weights(), found.tensors("optimizer")
-            fill(state.model, ((name, weights[name]) for name in weights))
-            state.optimizer.state.clear()
-            load_named_state(state.optimizer, state.model.named_parameters(), optimizer, optimizer.__getitem__)
-            state.load_scalars(dict(found.state["run"]))
+            self._put(checkpoint or open_checkpoint(path, checksums=False), state)
 
         together(put)
         self.writer.last_step = state.counters.step
         return True
+
+    def _put(self, found: Checkpoint, state: TrainState) -> None:
+        check_same_model(found, state.model.spec, self.tokenizer.fingerprint)
+        check_same_adapter(found, state)
+        # With an adapter the model's own weights are still those that it was built with.
+        values = found.weights() if state.lora is None else found.tensors("adapter")
+        fill(state.model, ((name, values[name]) for name in values), all_of_it=state.lora is None)
+        state.optimizer.state.clear()
+        saved = found.tensors("optimizer")
+        load_named_state(state.optimizer, state.model.named_parameters(), saved, saved.__getitem__)
+        state.load_scalars(dict(found.state["run"]))
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Begin to save `state`, or, with `wait`, save it. Raises TreadleError on every rank where that fails."""
         content = Content(
             step=state.counters.step,
             spec=state.model.spec,
-            weights=state.parameters(),
-            tensors={"optimizer": state.optimizer_tensors()},
-            state={"run": state.scalars()},
+            weights=state.weights(),
+            tensors={"optimizer": state.optimizer_tensors(), "adapter": state.adapter_tensors()},
+            state={"run": state.scalars(), **adapter_record(state)},
             tokenizer=self.tokenizer,
+            beside=peft_writer(state.model.spec, state.lora, state.base) if state.lora is not None else None,
         )
         self.writer.save(content, wait)
 
     def finish(self) -> None:
         """Return when what was begun is saved. Raises TreadleError on every rank where that failed."""
         together(self.writer.close)
+
+
+def adapter_record(state: TrainState) -> dict[str, Any]:
+    """Return what a checkpoint says of the adapter that is trained; nothing where there is none."""
+    return (
+        {"lora": {**asdict(state.lora), "targets": list(state.lora.targets), "base": state.base}} if state.lora else {}
+    )
+
+
+def check_same_adapter(checkpoint: Checkpoint, state: TrainState) -> None:
+    """Raise UserError where a checkpoint was made with another adapter, or of another base model, than the run has."""
+    saved, own = checkpoint.state.get("lora"), adapter_record(state).get("lora")
+    if saved != own:
+        keys = sorted(key for key in {**(saved or {}), **(own or {})} if (saved or {}).get(key) != (own or {}).get(key))
+        raise UserError(
+            f"{checkpoint.path} was trained with other model.lora settings ({', '.join(keys)} differ); continue with "
+            "those, or set another folder for this run"
+        )
+
+
+def peft_writer(
+    spec: ModelSpec, lora: LoraSpec, base: str
+) -> Callable[[Path, Mapping[str, Mapping[str, Tensor]]], None]:
+    """Return what writes the adapter into a checkpoint's folder adapter/ in PEFT's format."""
+    # The structure alone: the live parameters come and go while training goes on.
+    model = Transformer(spec, device="meta")
+    attach_lora(model, lora)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def write(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        (folder / "adapter").mkdir()
+        copies = groups["adapter"]
+        save_adapter(folder / "adapter", model, base, lambda parameter: copies[names[id(parameter)]])
+
+    return write

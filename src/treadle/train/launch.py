@@ -67,7 +67,7 @@ def launch(settings_file: Path, processes: int) -> None:
         agent = Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), shutdown_timeout=SECONDS_TO_END)
         failures = Path(scratch) / "failure"
         with (
-            _environment({FAILURE_FILE: str(failures), LAUNCHED: str(os.getpid()), **_loopback()}),
+            _environment({FAILURE_FILE: str(failures), LAUNCHED: str(os.getpid()), **_loopback(), **_debug()}),
             _passing_on(agent) as asked,
         ):
             result = agent.run()
@@ -78,20 +78,21 @@ def launch(settings_file: Path, processes: int) -> None:
 
 def _raise_first(scratch: Path, failures: dict[int, Any], asked: list[int]) -> None:
     """Raise the error of the worker that failed first; the others only lost their connection to it."""
-    records = sorted((json.loads(path.read_text()) for path in scratch.glob("failure-*.json")), key=lambda r: r["time"])
+    records = [json.loads(path.read_text()) for path in scratch.glob("failure-*.json")]
     if len(asked) > 1:
         raise KeyboardInterrupt
     if asked and not records:
         return  # ended before training began: there was nothing to save
+    for rank, failure in failures.items():
+        # A rank that was killed leaves no record; those that wait for it then do.
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
+            hint = "; if the machine was out of memory, lower train.microbatch_tokens" if name == "SIGKILL" else ""
+            raise TreadleError(f"rank {rank} was ended by {name}{hint}")
     if records:
-        first = records[0]
-        error = (UserError if first["exit_code"] == 2 else TreadleError)(first["message"])
-        raise error
-    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        hint = "; often the machine is out of memory: lower train.microbatch_tokens" if name == "SIGKILL" else ""
-        raise TreadleError(f"rank {rank} was ended by {name}{hint}")
+        first = min(records, key=lambda record: (record["lost_connection"], record["time"]))
+        raise (UserError if first["exit_code"] == 2 else TreadleError)(first["message"])
+    rank, failure = min(failures.items())
     raise TreadleError(f"rank {rank} ended with exit code {failure.exitcode}")
 
 
@@ -128,6 +129,10 @@ def _loopback() -> dict[str, str]:
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         return {"GLOO_SOCKET_IFNAME": "lo"}
     return {}
+
+
+def _debug() -> dict[str, str]:
+    return {"TREADLE_DEBUG": "1"} if "--debug" in sys.argv else {}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from treadle.config import Settings, UserError
+from treadle.model.lora import LoraSpec
 from treadle.parallel import Plan
 from treadle.train.checkpoints import CheckpointSettings
 from treadle.train.evaluation import EvaluationSettings
@@ -20,14 +21,33 @@ from treadle.train.spikes import SpikeSettings
 from treadle.train.stopping import StopSettings
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of the linear layers that `targets` name: q, k, v, o, gate,
+    up, down, all, or patterns of module names. Their term is scaled by alpha / rank (alpha / sqrt(rank) with
+    `rank_stabilized`).
+    """
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    targets: list[str] = Field(["all"], min_length=1)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    rank_stabilized: bool = False
+
+    def spec(self) -> LoraSpec:
+        """Return what the model layer takes."""
+        return LoraSpec(self.rank, self.alpha, tuple(self.targets), self.dropout, self.rank_stabilized)
+
+
 class ModelSettings(Settings):
     """What is trained: exactly one of `config` (the content of a Hugging Face config.json; vocab_size may be left to
-    the data), `depth` (one number that decides all others), or `from` (a model to fine-tune).
+    the data), `depth` (one number that decides all others), or `from` (a model to fine-tune). With `lora` only low-rank
+    adapters are trained.
     """
 
     config: dict[str, Any] | None = None
     depth: int | None = Field(None, ge=1, le=256)
     from_: Path | None = Field(None, alias="from")
+    lora: LoraSettings | None = None
 
     @model_validator(mode="after")
     def _one(self) -> ModelSettings:
@@ -38,6 +58,8 @@ class ModelSettings(Settings):
             raise ValueError(
                 f"needs exactly one of config, depth and from, it has {' and '.join(given) if given else 'none'}"
             )
+        if self.lora is not None and self.from_ is None:
+            raise ValueError("lora adapts a model that is there; set from to its path")
         return self
 
 

@@ -6,13 +6,16 @@ a step come from (seed, step, rank), and the data of a step from (seed, cursor).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from treadle.config import TreadleError
+from treadle.model.lora import LoraSpec, adapters, lora_state, merged
 from treadle.model.transformer import Transformer
 from treadle.train.optimizers import named_state
 
@@ -62,8 +65,8 @@ class SpikeState:
 class TrainState:
     """A run in progress: what a checkpoint saves and restores.
 
-    `tensors` are the model's parameters (fp32 masters, DTensors where they are sharded) and the optimizer's state, by
-    name; `scalars` is plain JSON. `adapter` is what was attached for low-rank fine-tuning, else None.
+    Tensors are the model's parameters (fp32 masters, DTensors where they are sharded) and the optimizer's state, by
+    name; `scalars` is plain JSON. `lora` is the adapter that is trained on the model at `base`, else None.
     """
 
     model: Transformer
@@ -72,11 +75,19 @@ class TrainState:
     scaler: ScalerState = field(default_factory=ScalerState)
     patience: PatienceState = field(default_factory=PatienceState)
     spikes: SpikeState = field(default_factory=SpikeState)
-    adapter: Any = None
+    lora: LoraSpec | None = None
+    base: str = ""
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Return every parameter of the model by its name, frozen ones too; a tied head is the embedding."""
-        return dict(self.model.named_parameters())
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the parameters of the model by name as they are saved; a tied head is the embedding.
+
+        Adapters are merged: then each tensor is made whole when it is asked for, which every rank must do alike.
+        """
+        return dict(self.model.named_parameters()) if self.lora is None else Merged(self.model)
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Return the adapters' parameters by name; none where there is no adapter."""
+        return dict(lora_state(self.model))
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state as `<parameter name>/<key>`."""
@@ -94,6 +105,33 @@ class TrainState:
             if not isinstance(values, dict) or not set(values) <= known:
                 raise TreadleError(f"the checkpoint's state has no valid '{name}'; it was made by another version")
             setattr(self, name, kind(**values))
+
+
+class Merged(Mapping[str, Tensor]):
+    """The weights of a model with its adapters merged, each computed when it is asked for."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.names = [name for name, _ in model.named_parameters() if ".adapter." not in name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        parameter = whole(self.model.get_parameter(name))
+        adapter = adapters(self.model).get(name.removesuffix(".weight"))
+        if adapter is None or not name.endswith(".weight"):
+            return parameter
+        return merged(parameter, whole(adapter.a), whole(adapter.b), adapter.scale)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor whole, gathered from all ranks where it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 _SCALARS: dict[str, Any] = {

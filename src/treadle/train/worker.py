@@ -27,6 +27,8 @@ from treadle.train.signals import LAUNCHED, listening
 
 # Where a worker writes why it failed; the launcher shows the first to be written.
 FAILURE_FILE = "TREADLE_FAILURE_FILE"
+# What the messages of PyTorch's communication errors say, which have no class of their own.
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset", "gloo/transport", "NCCL", "Broken pipe")
 
 
 def run_rank(settings: RunSettings, feed: Feed | None = None) -> Outcome:
@@ -75,8 +77,14 @@ def _record_failure(error: BaseException, rank: int, code: int) -> None:
     path = os.environ.get(FAILURE_FILE)
     if not path:
         return
-    sentence = str(error) if isinstance(error, TreadleError) else f"internal error: {type(error).__name__}: {error}"
-    record = {"rank": rank, "time": time.time(), "exit_code": code, "message": sentence}
+    lost = not isinstance(error, TreadleError) and any(sign in str(error) for sign in LOST_CONNECTION)
+    if isinstance(error, TreadleError):
+        sentence = str(error)
+    elif lost:
+        sentence = f"rank {rank} lost its connection to another rank"
+    else:
+        sentence = f"internal error on rank {rank}: {type(error).__name__}: {error} (--debug shows where)"
+    record = {"rank": rank, "time": time.time(), "exit_code": code, "message": sentence, "lost_connection": lost}
     with contextlib.suppress(OSError):
         Path(f"{path}-{rank}.json").write_text(json.dumps(record))
 

@@ -8,9 +8,9 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class Content:
     """What a checkpoint is to hold.
 
     `weights` are the model's parameters by our names; `tensors` maps groups (a file each) to tensors by name; any of
-    them may be DTensors. `state` is plain JSON. `tokenizer` belongs to the model.
+    them may be DTensors. `state` is plain JSON. `tokenizer` belongs to the model. `beside` writes further files into
+    the folder that it is given, from the copies of `tensors`.
     """
 
     step: int
@@ -61,6 +62,7 @@ class Content:
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
+    beside: Callable[[Path, Mapping[str, Mapping[str, Tensor]]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class CheckpointWriter:
         weights = copies.pop("")
         # The state goes through JSON now: later steps may change what it refers to.
         state = json.loads(json.dumps(content.state)) if self.first else {}
-        return Content(content.step, content.spec, weights, copies, state, content.tokenizer), size
+        return replace(content, weights=weights, tensors=copies, state=state), size
 
     def _run(self, content: Content) -> None:
         try:
@@ -175,6 +177,8 @@ def write_checkpoint(folder: Path, content: Content) -> None:
         for group, tensors in content.tensors.items():
             if tensors:
                 save_file(dict(tensors), aside / "training" / f"{group}.safetensors")
+        if content.beside is not None:
+            content.beside(aside, content.tensors)
         versions = {"treadle": treadle.__version__, "torch": torch.__version__, "python": platform.python_version()}
         state = {
             **content.state,
