@@ -241,3 +241,54 @@ def test_missing_files_are_named(tmp_path):
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)
+
+
+def sentencepiece_folder(folder, **options):
+    import sentencepiece
+
+    (folder / "text").write_text("\n".join(TEXTS).replace("\r\n  ", " ") * 3)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "tokenizer"),
+        **{
+            "vocab_size": 400,
+            "model_type": "bpe",
+            "byte_fallback": True,
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "minloglevel": 2,
+            **options,
+        },
+    )
+    return sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+
+
+def test_sentencepiece_model_without_tokenizer_json(tmp_path, capsys):
+    """Compared with sentencepiece itself; no Transformers needed; what we save Transformers reads the same."""
+    model = sentencepiece_folder(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert capsys.readouterr().err == ""
+    tokenizer.save(tmp_path / "saved")
+    theirs = auto(tmp_path / "saved")
+    for text in [*TEXTS, "  two", "", "unseen: ŵ"]:
+        assert tokenizer.encode(text) == [model.bos_id(), *model.encode(text)] == theirs.encode(text)
+    assert tokenizer.eos_ids == (model.eos_id(),) and tokenizer.unk_id == model.unk_id()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "add_eos_token": True}))
+    assert Tokenizer.load(tmp_path).encode("the fox") == [*model.encode("the fox"), model.eos_id()]
+
+
+def test_other_old_files_go_through_transformers_and_this_is_said(trained, tmp_path, capsys):
+    state = json.loads(trained.backend.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in state["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert "Transformers converts its older tokenizer files" in capsys.readouterr().err
+    for text in TEXTS:
+        assert tokenizer.encode(text) == auto(tmp_path).encode(text)
+
+
+def test_old_files_that_are_not_what_they_seem(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model at all")
+    with pytest.raises(UserError, match=r"cannot be read .* add a tokenizer\.json"):
+        Tokenizer.load(tmp_path)

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, processors
 from treadle.config import UserError
 from treadle.config.files import MAX_JSON_BYTES, read_json, write_atomically
 from treadle.model.tokenizer import Tokenizer
+from treadle.model.tokenizer_spm import read_sentencepiece
 
 MAX_TOKENIZER_BYTES = 512 << 20
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -32,7 +33,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     for role, token in (read_json(folder / "special_tokens_map.json") or {}).items():
         if role in ROLES and role not in config and (text := _token_text(token)) is not None:
             named[role] = text
-    backend = _read_backend(folder, config)
+    backend, found = _read_backend(folder, config)
+    named = found | named
     _add_missing_tokens(backend, config, named, folder)
     return Tokenizer(
         backend,
@@ -52,20 +54,29 @@ def _token_text(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _read_backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+def _read_backend(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Return the backend, and the named tokens that its own file knows of."""
     path = folder / "tokenizer.json"
     if path.is_file():
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise UserError(f"{path} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB, too large for a tokenizer")
         try:
-            return tokenizers.Tokenizer.from_file(str(path))
+            return tokenizers.Tokenizer.from_file(str(path)), {}
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{path} is not a valid tokenizer: {error}; download it again") from error
-    if not any(
-        (folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tekken.json", "tokenizer_config.json")
-    ):
+    older = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
+    if not older and not (folder / "tokenizer_config.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json; copy the tokenizer's files into it")
-    return _read_slow_backend(folder)
+    if older[:1] == ["tokenizer.model"] and (model := read_sentencepiece(folder / "tokenizer.model")) is not None:
+        adds = {role: config.get(f"add_{role}_token", role == "bos") for role in ("bos", "eos")}
+        named = {role: _token_text(config.get(role)) or text for role, text in model.named.items()}
+        set_bos_eos(
+            model.backend,
+            named.get("bos_token") if adds["bos"] else None,
+            named.get("eos_token") if adds["eos"] else None,
+        )
+        return model.backend, model.named
+    return _read_slow_backend(folder), {}
 
 
 def _read_slow_backend(folder: Path) -> tokenizers.Tokenizer:
