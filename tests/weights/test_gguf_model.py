@@ -2,17 +2,21 @@
 
 import json
 import math
+import time
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.weights import gguf_files
 from tests.weights.gguf_files import quantized, smollm2, write
 from treadle.config import UserError
 from treadle.weights.gguf import GgufFile
 from treadle.weights.gguf_model import gguf_config, gguf_weights
+from treadle.weights.gguf_tokenizer import gguf_tokenizer
 
 SIZES = {
     "vocab_size": 96,
@@ -323,6 +327,10 @@ def test_tiny_file_is_whole(tmp_path):
         ({"fields": {"general.type": "adapter"}}, "is of type 'adapter', not a model"),
         ({"drop": ("llama.block_count",)}, "'llama.block_count' is missing"),
         ({"fields": {"llama.block_count": "one"}}, "'llama.block_count' must be a positive whole number, it is 'one'"),
+        (
+            {"fields": {"llama.block_count": 1 << 30}},
+            "'llama.block_count' is 1073741824, but the file has only 11 tensors",
+        ),
         ({"fields": {"llama.attention.head_count": 0}}, "'llama.attention.head_count' must be a positive"),
         ({"fields": {"llama.attention.head_count_kv": [1, 2]}}, "'llama.attention.head_count_kv' must be a positive"),
         ({"fields": {"llama.attention.layer_norm_rms_epsilon": -1.0}}, "must be a positive number"),
@@ -362,3 +370,58 @@ def test_heads_are_put_in_order_in_quantized_weights_too(tmp_path):
     assert torch.equal(weight.read(), torch.from_numpy(unpermuted(plain, 2)))
     assert weight.nbytes == blocks.nbytes
     assert gguf_files.smollm2().exists()
+
+
+VOCABULARY = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": ["a", "b", "ab", "<|eot_id|>", "<think>"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 3, 4],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 3,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": "{{ messages }}",
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.padding_token_id": 0,
+    "general.file_type": 0,
+    "general.type": "model",
+    "llama.attention.sliding_window": 8,
+    "llama.attention.head_count_kv": 1,
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 2.0,
+}
+ODD = [0, 1, 7, -1, 1 << 31, 2.5, float("nan"), float("inf"), 1e300, True, "", "x", "llama", [], [1], ["a"], [[]], None]
+
+
+def test_any_value_of_any_key_is_a_model_or_one_sentence(tmp_path):
+    file = GgufFile.open(tiny(tmp_path, fields=VOCABULARY))
+    for key, right in list(file.metadata.items()):
+        for value in ODD:
+            file.metadata[key] = value
+            if value is None:
+                del file.metadata[key]
+            for reading in (lambda: gguf_weights(file, gguf_config(file)), lambda: gguf_tokenizer(file).encode("ab")):
+                try:
+                    reading()
+                except UserError as error:
+                    assert "\n" not in str(error), (key, value)
+        file.metadata[key] = right
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(places=st.lists(st.tuples(st.integers(4, 1500), st.integers(0, 255)), min_size=1, max_size=3))
+def test_damaged_models_are_read_or_refused(tmp_path, places):
+    content = bytearray(tiny(tmp_path, fields=VOCABULARY).read_bytes())
+    for place, value in places:
+        content[place] = value
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    started = time.perf_counter()
+    try:
+        file = GgufFile.open(path)
+        gguf_tokenizer(file).encode("ab")
+        for weight in gguf_weights(file, gguf_config(file)).values():
+            weight.read()
+    except UserError:
+        pass
+    assert time.perf_counter() - started < 5

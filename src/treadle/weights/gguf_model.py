@@ -138,6 +138,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise UserError(f"{file.path} has no tensor 'token_embd.weight'; it is not a whole model")
     architecture = ARCHITECTURES[name]
     width, heads, layers = keys.size("embedding_length"), keys.size("attention.head_count"), keys.size("block_count")
+    if layers > len(file.tensors):
+        raise keys.fail("block_count", f"is {layers}, but the file has only {len(file.tensors)} tensors")
     rotary = keys.size_or("rope.dimension_count", width // heads)
     head_size = keys.size_or("attention.key_length", rotary)
     config: dict[str, Any] = {
@@ -167,8 +169,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     for key, role in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         if isinstance(index := file.metadata.get(f"tokenizer.ggml.{key}_token_id"), int):
             config[role] = index
-    if dtype := {0: "float32", 1: "float16", 32: "bfloat16"}.get(file.metadata.get("general.file_type", -1)):
-        config["dtype"] = dtype
+    for kind, dtype in ((0, "float32"), (1, "float16"), (32, "bfloat16")):
+        if file.metadata.get("general.file_type") == kind:
+            config["dtype"] = dtype
     keys.finish()
     return config
 
