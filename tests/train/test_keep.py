@@ -16,17 +16,12 @@ from treadle.train.checkpoints.format import steps_in
 from treadle.train.sinks import read_metrics
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def short(run: Path, corpus: Path, steps: int = 6, **changes: Any) -> dict[str, Any]:
     return run_settings(run, corpus, train={"steps": steps}, schedule={"warmup_steps": 0}, **changes)
 
 
 def test_a_checkpoint_that_was_begun_is_finished_when_the_run_fails(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, write = threading.Event(), writer.write_checkpoint
 
@@ -41,7 +36,7 @@ def test_a_checkpoint_that_was_begun_is_finished_when_the_run_fails(
 
     monkeypatch.setattr(writer, "write_checkpoint", slow)
     monkeypatch.setattr("treadle.train.loop.Run._steps", steps_then_fail)
-    tree = short(tmp_path, corpus, checkpoint={"asynchronous": True})
+    tree = short(tmp_path, run_corpus, checkpoint={"asynchronous": True})
     with pytest.raises(TreadleError, match="spike"):
         train(tree)
     assert steps_in(tmp_path / "checkpoints") == [0]
@@ -49,9 +44,9 @@ def test_a_checkpoint_that_was_begun_is_finished_when_the_run_fails(
 
 
 def test_a_damaged_newest_costs_its_steps_and_no_more(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, harmed = (short(tmp_path / name, corpus, checkpoint={"every": 2}) for name in ("whole", "harmed"))
+    whole, harmed = (short(tmp_path / name, run_corpus, checkpoint={"every": 2}) for name in ("whole", "harmed"))
     train(whole)
     train(harmed, ["train.steps=4"])  # the schedule is another one, so these steps must be made again
     weights = tmp_path / "harmed" / "checkpoints" / "step-00000004" / "model.safetensors"
@@ -66,19 +61,19 @@ def test_a_damaged_newest_costs_its_steps_and_no_more(
     assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_model_in_the_same_folder_is_refused_before_anything_changes(tmp_path: Path, corpus: Path) -> None:
-    train(short(tmp_path, corpus, steps=1))
+def test_another_model_in_the_same_folder_is_refused_before_anything_changes(tmp_path: Path, run_corpus: Path) -> None:
+    train(short(tmp_path, run_corpus, steps=1))
     metrics = (tmp_path / "metrics.jsonl").read_bytes()
-    other = short(tmp_path, corpus, model={"config": {**TINY, "intermediate_size": 96}}, steps=2)
+    other = short(tmp_path, run_corpus, model={"config": {**TINY, "intermediate_size": 96}}, steps=2)
     with pytest.raises(UserError, match=r"another model .intermediate_size 64 there, 96 here"):
         train(other)
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
     assert steps_in(tmp_path / "checkpoints") == [1]
 
 
-def test_another_tokenizer_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path) -> None:
+def test_another_tokenizer_in_the_same_folder_is_refused(tmp_path: Path, run_corpus: Path) -> None:
     config = {**TINY, "vocab_size": 512}
-    train(short(tmp_path / "run", corpus, model={"config": config}, steps=1))
+    train(short(tmp_path / "run", run_corpus, model={"config": config}, steps=1))
     smaller = write_run_corpus(tmp_path / "corpus", vocabulary_size=400)
     with pytest.raises(UserError, match="another tokenizer"):
         train(short(tmp_path / "run", smaller, model={"config": config}, steps=2))
@@ -86,9 +81,9 @@ def test_another_tokenizer_in_the_same_folder_is_refused(tmp_path: Path, corpus:
 
 @pytest.mark.parametrize("state", [{}, {"counters": {"steps": 1}}])
 def test_state_of_another_version_is_named(
-    tmp_path: Path, corpus: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_corpus: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treadle.train.state.TrainState.scalars", lambda self: state)
-    train(short(tmp_path, corpus, steps=1))
+    train(short(tmp_path, run_corpus, steps=1))
     with pytest.raises(TreadleError, match="made by another version"):
-        train(short(tmp_path, corpus, steps=2))
+        train(short(tmp_path, run_corpus, steps=2))

@@ -17,18 +17,13 @@ import pytest
 import torch
 import yaml
 
-from tests.train.runs import run_settings, write_run_corpus
+from tests.train.runs import run_settings
 from treadle.train.api import train
 from treadle.train.checkpoints import open_checkpoint
 from treadle.train.checkpoints.format import folder_of, steps_in
 from treadle.train.sinks import read_metrics
 
 EVERY = 2
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def settings(run: Path, corpus: Path, steps: int, **changes: Any) -> dict[str, Any]:
@@ -100,7 +95,7 @@ def killed_at_random(
 
 
 def test_twenty_kills_change_no_bit_of_the_curve_or_the_model(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     # Each life is forked off a server that has imported everything; that server looks for modules here alone.
@@ -109,27 +104,27 @@ def test_twenty_kills_change_no_bit_of_the_curve_or_the_model(
     lives: dict[int, Any] = {}
 
     def start() -> int:
-        process = context.Process(target=quietly, args=(settings(tmp_path / "killed", corpus, 120),), daemon=True)
+        process = context.Process(target=quietly, args=(settings(tmp_path / "killed", run_corpus, 120),), daemon=True)
         process.start()
         assert process.pid is not None
         lives[process.pid] = process
         return process.pid
 
-    train(settings(tmp_path / "whole", corpus, 120))
+    train(settings(tmp_path / "whole", run_corpus, 120))
     killed_at_random(tmp_path / "killed", 20, random.Random(11), start, lambda group: lives[group].join())
     assert steps_logged(tmp_path / "killed") < 120
-    train(settings(tmp_path / "killed", corpus, 120))
+    train(settings(tmp_path / "killed", run_corpus, 120))
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     same_model(tmp_path / "killed/checkpoints/latest", tmp_path / "whole/checkpoints/latest")
 
 
-def test_killing_the_command_and_its_ranks(tmp_path: Path, corpus: Path) -> None:
+def test_killing_the_command_and_its_ranks(tmp_path: Path, run_corpus: Path) -> None:
     """The same from the command line with two ranks, the launcher included in what is killed."""
     lives: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(name: str = "killed") -> int:
         file = tmp_path / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(settings(tmp_path / name, corpus, 24, nproc=2)))
+        file.write_text(yaml.safe_dump(settings(tmp_path / name, run_corpus, 24, nproc=2)))
         command = [sys.executable, "-m", "treadle", "train", str(file)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, start_new_session=True, **quiet)
