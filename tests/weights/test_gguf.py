@@ -82,10 +82,10 @@ def test_unknown_tensor_names_the_nearest(small):
 
 
 def test_real_file_opens_fast():
-    """Far below a second, the reference takes 1.5; the bound leaves room for a busy machine."""
-    started = time.perf_counter()
+    """Processor time, which other work on the machine leaves alone: 0.03 s; the reference takes 1.5."""
+    started = time.process_time()
     GgufFile.open(smollm2())
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 HUGE = (1 << 64) - 1
@@ -190,7 +190,7 @@ def test_damaged_files_are_read_or_refused(small, opened, data):
             )
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(24, len(content))) :]
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         file = opened(bytes(content))
         for name, tensor in file.tensors.items():
@@ -198,7 +198,7 @@ def test_damaged_files_are_read_or_refused(small, opened, data):
                 assert file.read(name).shape == tensor.shape
     except UserError:
         pass
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def split(tmp_path, count=3):

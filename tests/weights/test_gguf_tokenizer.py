@@ -196,10 +196,10 @@ def test_qwen2_composes_characters_as_its_tokenizer_json_does(tmp_path):
 
 
 def test_opening_the_file_and_its_tokenizer_is_quick():
-    """About 0.1 s; the bound leaves room for a busy machine."""
-    started = time.perf_counter()
+    """Processor time, which other work on the machine leaves alone: 0.1 s."""
+    started = time.process_time()
     gguf_tokenizer(GgufFile.open(smollm2()))
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 @pytest.fixture(scope="module")

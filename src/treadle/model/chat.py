@@ -84,7 +84,10 @@ def encode_chat(
     BOS is there where the template writes it, and never twice. Raises UserError as `render_chat` does.
     """
     chat = plain_chat(tokenizer, messages, add_generation_prompt, tools, variables)
-    return encode_rendered(tokenizer, render(tokenizer, with_literals(tokenizer, chat)))[0]
+    rendered = render(tokenizer, with_literals(tokenizer, chat))
+    if not rendered.places[LITERAL_OPEN] and not rendered.places[LITERAL_CLOSE]:
+        return tokenizer.encode(rendered.text, special_tokens=False)
+    return encode_rendered(tokenizer, rendered)[0]
 
 
 def plain_chat(
@@ -218,7 +221,7 @@ def encode_rendered(tokenizer: Tokenizer, rendered: Rendered) -> tuple[list[int]
         )
     spelled = tokenizer.special_pattern
     if not literal or spelled is None:
-        return tokenizer.encode_with_offsets(text, special_tokens=False)
+        return tokenizer.encode_with_offsets(text)
     starts = [start for start, _ in literal]
 
     def is_literal(match: re.Match[str]) -> bool:
@@ -240,9 +243,9 @@ def encode_rendered(tokenizer: Tokenizer, rendered: Rendered) -> tuple[list[int]
         if bisect.bisect_left(starts, start) == bisect.bisect_left(starts, end):
             continue  # nothing literal: it goes with its special tokens
         for first, last, parse in ((begun, start, True), (start, end, False)):
-            found, places = tokenizer.encode_with_offsets(text[first:last], special_tokens=False, parse_special=parse)
+            found, places = tokenizer.encode_with_offsets(text[first:last], parse)
             ids += found
             offsets += [(first + left, first + right) for left, right in places]
         begun = end
-    found, places = tokenizer.encode_with_offsets(text[begun:], special_tokens=False)
+    found, places = tokenizer.encode_with_offsets(text[begun:])
     return ids + found, offsets + [(begun + left, begun + right) for left, right in places]

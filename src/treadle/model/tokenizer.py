@@ -132,23 +132,17 @@ class Tokenizer:
                     del ids[1]
         return found
 
-    def encode_with_offsets(
-        self, text: str, special_tokens: bool = True, parse_special: bool = True
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of `text` as `encode` does, and for each the characters [start, end) that it stands for.
+    def encode_with_offsets(self, text: str, parse_special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of `text` alone, without BOS and EOS, and for each the characters [start, end) that it means.
 
-        A character that is several tokens is in the span of each. Tokens that are not in the text have an empty span.
+        A character that is several tokens is in the span of each.
         """
-        backend = self._offset_backend if parse_special else self._literal_backend
+        backend = self._bare_backend if parse_special else self._bare_literal_backend
         try:
-            encoding = backend.encode(text, add_special_tokens=special_tokens)
+            encoding = backend.encode(text)
         except TypeError:
             raise _not_text([text]) from None
-        ids, offsets = encoding.ids, encoding.offsets
-        if special_tokens and self._adds_bos:
-            while len(ids) > 1 and ids[1] == self.bos_id:
-                del ids[0], offsets[0]
-        return ids, offsets
+        return encoding.ids, encoding.offsets
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
@@ -157,18 +151,24 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
     @functools.cached_property
-    def _offset_backend(self) -> tokenizers.Tokenizer:
-        """The backend, changed where its post-processor leaves blanks out of the places that it reports."""
-        state = self.backend.to_str()
-        exact = state.replace('"trim_offsets":true', '"trim_offsets":false')
-        return self.backend if exact == state else tokenizers.Tokenizer.from_str(exact)
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        """The backend that reads special tokens as text: this is a state of a backend, not of a call."""
+        twin = _twin(self.backend)
+        twin.encode_special_tokens = True
+        return twin
 
     @functools.cached_property
-    def _literal_backend(self) -> tokenizers.Tokenizer:
-        """A second backend that reads special tokens as text: the switch is a state of the backend, not of a call."""
-        backend = tokenizers.Tokenizer.from_str(self._offset_backend.to_str())
-        backend.encode_special_tokens = True
-        return backend
+    def _bare_backend(self) -> tokenizers.Tokenizer:
+        """The backend without a post-processor, which may leave blanks out of the places that it reports."""
+        twin = _twin(self.backend)
+        twin.post_processor = None  # pyrefly: ignore
+        return twin
+
+    @functools.cached_property
+    def _bare_literal_backend(self) -> tokenizers.Tokenizer:
+        twin = _twin(self._bare_backend)
+        twin.encode_special_tokens = True
+        return twin
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; bytes that are not valid UTF-8 become U+FFFD, unknown ids give nothing."""
@@ -203,6 +203,17 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocabulary_size} tokens, bos {self.bos_id}, eos {list(self.eos_ids)})"
+
+
+def _twin(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a second backend over the same vocabulary (which is shared, not copied) with the same rules."""
+    twin = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        setattr(twin, part, getattr(backend, part))
+    for index, token in sorted(backend.get_added_tokens_decoder().items()):
+        (twin.add_special_tokens if token.special else twin.add_tokens)([token])
+        assert twin.token_to_id(token.content) == index
+    return twin
 
 
 def _not_text(texts: Sequence[Any]) -> UserError:
