@@ -30,6 +30,7 @@ def launch(settings_file: Path, processes: int) -> None:
     SIGTERM and Ctrl-C are passed on, so that the workers finish their step and save; a second Ctrl-C kills them.
     Raises UserError or TreadleError with the sentence of the first worker that failed.
     """
+    print(f"starting {processes} processes", file=sys.stderr, flush=True)
     from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
