@@ -144,7 +144,7 @@ def _framed(ids: list[int], document: _Document, settings: TokenizeSettings) -> 
 def _chat(
     document: _Document, messages: list[dict[str, Any]], tokenizer: Tokenizer, settings: TokenizeSettings, met: _Met
 ) -> tuple[NDArray, NDArray]:
-    from treadle.model.chat import encode_chat_with_answers  # pyrefly: ignore
+    from treadle.model.chat_answers import encode_chat_with_answers
 
     if tokenizer.chat_template is None:
         raise UserError(

@@ -70,7 +70,7 @@ def changed_since(
         # What was refused has not been met yet, so another way with it changes nothing that was written.
         lenient = not whole and key in ("invalid_utf8", "bad_records") and before.get(key) == "error"
         if before.get(key) != after[key] and not lenient:
-            if key == "tokenizer":
+            if key in ("tokenizer", "train_tokenizer"):
                 return "the tokenizer is another one"
             return f"{key} was {before.get(key)} and is now {after[key]}"
     place = out / ("sources.jsonl" if whole else f"{PREPARING}/sources.jsonl")

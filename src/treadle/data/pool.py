@@ -67,14 +67,24 @@ def _in_order(
     blocks: Iterable[Block], threads: ThreadPoolExecutor, work: Any, at_once: int
 ) -> Iterator[tuple[Block, TokenizedBlock]]:
     waiting: deque[tuple[Block, Future[TokenizedBlock]]] = deque()
-    for block in blocks:
-        waiting.append((block, threads.submit(work, block)))
-        if len(waiting) >= at_once:
-            done, future = waiting.popleft()
-            yield done, future.result()
-    while waiting:
+    source, problem = iter(blocks), None
+    while True:
+        while problem is None and len(waiting) < at_once:
+            try:
+                block = next(source)
+            except StopIteration:
+                break
+            except TreadleError as error:
+                # What was read before the place that cannot be read is still done, and kept.
+                problem = error
+            else:
+                waiting.append((block, threads.submit(work, block)))
+        if not waiting:
+            break
         done, future = waiting.popleft()
         yield done, future.result()
+    if problem is not None:
+        raise problem
 
 
 class _Worker:

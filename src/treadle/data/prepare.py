@@ -108,7 +108,7 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
         manifest = read_manifest(out)
         changed = changed_since(out, manifest.settings, decisive, found, whole=True)
         if changed is None:
-            shutil.rmtree(out / PREPARING, ignore_errors=True)
+            _clean(out)
             return _report(out, manifest, 0.0, reused=True)
         if not settings.overwrite:
             raise UserError(f"{out} was prepared from something else: {changed}; add --overwrite to replace it")
@@ -185,24 +185,25 @@ def _tokenize(
     tokenized = tokenize_blocks(blocks, settings.out / "tokenizer", work, _workers(settings, total))
     synced = started = time.monotonic()
     before, at = journal.seconds, journal.position
-    dirty = False
+    settled = False  # the journal's place and what the writers hold belong together, and are not saved yet
     tokens = sum(state.tokens + sum(s.tokens for s in state.closed) for state in journal.splits.values())
     with progress(f"Preparing {settings.out}", total=total, unit="B") as step, contextlib.closing(tokenized):
         step(at)
         try:
             for block, result in tokenized:
+                settled = False
                 for split, documents in result.splits.items():
                     writers[split].add(documents)
                     tokens += len(documents.tokens)
                 journal = _advanced(journal, block, result.counts, before + time.monotonic() - started)
-                dirty = True
+                settled = True
                 if time.monotonic() - synced > SYNC_SECONDS:
                     sync(settings.out, journal, writers)
-                    synced, dirty = time.monotonic(), False
+                    synced, settled = time.monotonic(), False
                 step(block.position - at, amount_text(tokens, "tokens"))
                 at = block.position
         except KeyboardInterrupt:
-            if dirty:
+            if settled:
                 sync(settings.out, journal, writers)
             raise
     return journal
@@ -352,9 +353,15 @@ def _finish(
     write_atomically(out / "sources.jsonl", to_lines(found))
     # The manifest is what makes it a corpus: it comes last.
     write_atomically(out / MANIFEST, json.dumps(manifest.model_dump(mode="json"), indent=1).encode())
-    shutil.rmtree(out / PREPARING, ignore_errors=True)
-    remove_leftovers(out)
+    _clean(out)
     return manifest
+
+
+def _clean(out: Path) -> None:
+    """Remove what a finished preparation needs no more; a killed one may have left it."""
+    if (out / PREPARING).exists():
+        shutil.rmtree(out / PREPARING, ignore_errors=True)
+        remove_leftovers(out)
 
 
 def counted(number: int, noun: str) -> str:
@@ -375,7 +382,7 @@ def _report(folder: Path, manifest: Manifest, seconds: float, reused: bool) -> P
     notes = [
         (
             binary,
-            f"{counted(binary, 'file')} skipped as binary or of another encoding than UTF-8{such('binary_files')}",
+            f"{counted(binary, 'file')} skipped as binary or not in UTF-8{such('binary_files')}",
         ),
         (met.invalid_utf8, f"{counted(met.invalid_utf8, 'document')} not valid UTF-8, {done}{such('invalid_utf8')}"),
         (met.bad_records, f"{counted(met.bad_records, 'bad record')} skipped{such('bad_records')}"),

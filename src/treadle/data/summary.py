@@ -136,9 +136,7 @@ def _print_sample(console: Console, corpus: Corpus, sample: Stretch) -> None:
         console.print(Rule(title, align="left", style="dim"))
         shown = Text()
         for tokens, learnt, special in _runs(sample, start, end, tokenizer.special_ids):
-            style = "magenta" if special else "" if learnt else "dim"
-            if special and not learnt:
-                style += " dim"
+            style = ("magenta" if special else "default") + ("" if learnt else " dim")
             shown.append(tokenizer.decode(tokens, skip_special_tokens=False), style=style)
         if number == len(edges) - 2 and not _ends_document(corpus, sample, end):
             shown.append(" …", style="dim")

@@ -170,8 +170,12 @@ class SplitWriter:
     def _open(self, kind: FileKind, size: int) -> BinaryIO:
         path = self._path(kind)
         path.touch()
-        file = path.open("r+b")
+        file = self._opened(path)
         file.truncate(size)
         file.seek(size)
         self._files[kind] = file
         return file
+
+    @staticmethod
+    def _opened(path: Path) -> BinaryIO:
+        return path.open("r+b")
