@@ -21,12 +21,10 @@ from treadle.train.optimizers import build_optimizer, optimizers
 from treadle.train.precision import DTYPES, Precision, first_scaler
 from treadle.train.recompute import Recompute, recompute_layers
 from treadle.train.schedules import check_schedule
-from treadle.train.settings import ModelSettings, RunSettings, batching, total_steps
+from treadle.train.settings import HEAD_SIZE, ModelSettings, RunSettings, batching, total_steps
 from treadle.train.sinks import sinks
 from treadle.train.state import TrainState
 from treadle.weights.load import load_tokenizer, stream_model
-
-HEAD_SIZE = 64
 
 
 def check_run(settings: RunSettings, feed: Feed, ranks: int) -> None:

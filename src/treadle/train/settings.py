@@ -130,6 +130,29 @@ class RunSettings(Settings):
     plan: Plan = Plan()
     nproc: int = Field(1, ge=1)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_the_depth(cls, tree: Any) -> Any:
+        """Where model.depth decides and no rate is given, the rate of AdamW follows from the width."""
+        model, optimizer = (
+            (tree.get(key) or {} for key in ("model", "optimizer")) if isinstance(tree, dict) else ({}, {})
+        )
+        if not isinstance(model, dict) or not isinstance(optimizer, dict) or not isinstance(model.get("depth"), int):
+            return tree
+        key = "adamw_lr" if optimizer.get("name") == "muon" else "lr"
+        return {**tree, "optimizer": {key: rate_of_depth(model["depth"]), **optimizer}}
+
+
+HEAD_SIZE = 64
+
+
+def rate_of_depth(depth: int) -> float:
+    """Return AdamW's peak rate for a model of `depth` layers and width 64 x depth.
+
+    It falls with the root of the width: 1e-3 at 768, where small recipes for that size agree.
+    """
+    return round(1e-3 * (768 / (HEAD_SIZE * max(1, depth))) ** 0.5, 6)
+
 
 class Batching(Settings):
     """A global batch in samples: how it is cut into ranks and microbatches."""
