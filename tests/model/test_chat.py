@@ -205,6 +205,22 @@ GREEDY = [
     "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s.join([ns.s, ns.s]) %}{% endfor %}",
     "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = [ns.s, ns.s]|join(ns.s) %}{% endfor %}",
     "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
+    "{% set ns = namespace(s=['x']) %}{% for i in range(99) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+    "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = {'a': ns.s, 'b': ns.s} %}{% endfor %}",
+    "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = dict(a=ns.s, b=ns.s) %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = (ns.s + ns.s)|batch(2)|list %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s, ns.s %}{% endfor %}{{ ns.s|tojson }}",
+    "{% set s = 'x' * 1000000 %}{{ ([s] * 100000)|string }}",
+    "{% set s = 'x' * 1000000 %}{{ [s] * 100000 }}",
+    "{% set s = 'x' * 1000000 %}{{ [s] * 100000 ~ '' }}",
+    "{% set s = 'x' * 1000000 %}{{ ([s] * 100000)|tojson }}",
+    "{% set s = 'x' * 1000000 %}{{ '%s' % ([s] * 100000) }}",
+    "{% set s = 'x' * 1000000 %}{{ ('%s' * 1000) % ((s,) * 1000) }}",
+    "{% set s = 'x' * 1000000 %}{{ ('{0}' * 1000).format(s) }}",
+    "{% set s = 'x' * 1000000 %}{{ range(99999)|map('string')|join(s) }}",
+    "{% set s = 'x' * 1000000 %}{{ s.join(range(99999)|map('string')) }}",
+    "{{ [[1] * 1000000, [1] * 1000000]|sum(start=[]) }}",
+    "{{ [1]|tojson(indent=10**9) }}",
     "{{ 'x'|center(10**10) }}",
     "{{ 'x'.center(10**10) }}",
     "{{ 'x'.ljust(10**10) }}",
@@ -244,6 +260,15 @@ def test_what_a_template_may_do():
     assert rendered("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
     assert rendered("{{ {'b': 1, 'a': [1]} | tojson(indent=2, sort_keys=true) }}") == json.dumps(
         {"a": [1], "b": 1}, indent=2
+    )
+    assert (
+        rendered("{% set a, b = 1, [2, 3] %}{% for k, v in {'x': b}.items() %}{{ k }}{{ v }}{{ a }}{% endfor %}")
+        == "x[2, 3]1"
+    )
+    assert rendered("{{ ', '.join(['a', 'b']|map('upper')) }}{{ [1, 2]|map('string')|join('+') }}") == "A, B1+2"
+    assert (
+        rendered("{{ [3, 1, 2]|sort|list }}{{ [1, 2]|sum }}{{ (1, 2)[1] }}{{ 'a\nb'|indent(2) }}")
+        == "[1, 2, 3]32a\n  b"
     )
     assert rendered("{{ dict(a=1).items()|list }}{{ x }}{{ y }}", x=3) == "[('a', 1)]3"
 

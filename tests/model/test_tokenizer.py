@@ -1,6 +1,7 @@
 import json
 import string
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ def auto(folder):
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_survive(trained, text):
     assert trained.decode(trained.encode(text)) == text
+    assert trained.decode(np.array(trained.encode(text))) == text
 
 
 def test_training_is_deterministic_and_compresses(trained):
@@ -117,6 +119,15 @@ def test_text_that_spells_a_special_token_is_text_where_asked(trained, fallback)
         assert tokenizer.eos_ids[0] not in tokenizer.encode(text, parse_special=False)
     text = "a<|eos|>b"
     assert trained.decode(trained.encode(text, parse_special=False)) == text
+
+
+def test_only_bpe_reads_special_tokens_as_text():
+    backend = Backend(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0)], unk_id=0))
+    backend.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(backend, eos_token="</s>")
+    assert tokenizer.encode("aa", parse_special=False) == [2, 2]
+    with pytest.raises(UserError, match="spells the special token '</s>', which a Unigram tokenizer"):
+        tokenizer.encode("a</s>", parse_special=False)
 
 
 def test_batch_equals_one_by_one(trained):

@@ -26,6 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_CHARACTERS = 32 << 20
+MAX_ITEMS = 1 << 20
 MAX_STEPS = 5_000_000
 MAX_SECONDS = 10.0
 MAX_NUMBER_BITS = 4096
@@ -51,7 +52,7 @@ class _Budget:
     def spend(self, steps: int, characters: int) -> None:
         self.steps -= steps
         self.characters -= characters
-        if self.steps < 0 or (self.steps & 255 == 0 and time.monotonic() > self.deadline):
+        if self.steps < 0 or (self.steps & 15 == 0 and time.monotonic() > self.deadline):
             raise TooMuch("it does not come to an end")
         if self.characters < 0:
             raise TooMuch(f"it writes more than {MAX_CHARACTERS >> 20} million characters")
@@ -82,37 +83,59 @@ def _compile(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
 
-def _check_length(length: int) -> None:
-    if length > MAX_CHARACTERS:
-        raise TooMuch(f"it makes a text or list longer than {MAX_CHARACTERS >> 20} million")
+def _check_length(length: int, most: int = MAX_CHARACTERS) -> None:
+    if length > most:
+        raise TooMuch(f"it makes a text or list of {length} parts, more than {most}")
+
+
+def _measured(value: Any) -> Any:
+    """Return `value`, refusing a list or mapping that is giant when written out, however little memory it takes."""
+    if not isinstance(value, (list, tuple, dict)):
+        return value
+    waiting, items, characters = [value], 0, 0
+    while waiting:
+        one = waiting.pop()
+        items += 1
+        if isinstance(one, str):
+            characters += len(one)
+        elif isinstance(one, dict):
+            waiting.extend(one)
+            waiting.extend(one.values())
+        elif isinstance(one, (list, tuple)):
+            waiting.extend(one)
+        _check_length(items + len(waiting), 2 * MAX_ITEMS)
+        _check_length(characters)
+    return value
 
 
 def _check_format(text: Any, arguments: Any) -> None:
     """Refuse widths and precisions that would make a format much longer than what goes in."""
-    if isinstance(text, str) and re.search(r"\d{5}", text):
+    for argument in arguments:
+        _measured(argument)
+    if not isinstance(text, str):
+        return
+    if re.search(r"\d{5}", text):
         raise TooMuch("it formats with a width of five digits or more")
-    if any(isinstance(value, int) and abs(value) > 9999 for value in arguments) and re.search(
-        r"\*|:[^}]*\{", str(text)
-    ):
+    if any(isinstance(value, int) and abs(value) > 9999 for value in arguments) and re.search(r"\*|:[^}]*\{", text):
         raise TooMuch("it formats with a width that is an argument")
+    pieces = len(re.findall(r"[%{]", text))
+    _check_length(len(text) + pieces * (64 + max((len(one) for one in arguments if isinstance(one, str)), default=0)))
 
 
 def _check_replace(text: Any, *arguments: Any, **named: Any) -> None:
-    old, new = ([*arguments, "", ""])[:2]
+    old, new = ([*arguments, *named.values(), "", ""])[:2]
     if isinstance(text, str) and isinstance(old, str) and isinstance(new, str):
         _check_length(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
 
 
-def _check_join(parts: Any, separator: Any) -> None:
-    if isinstance(parts, (list, tuple)):
-        _check_length(
-            sum(len(part) if isinstance(part, str) else 64 for part in parts) + len(parts) * len(str(separator))
-        )
+def _check_join(parts: list[Any], separator: Any) -> None:
+    _measured(parts)
+    _check_length(len(parts) * (len(separator) if isinstance(separator, str) else 1))
 
 
 def _check_numbers(arguments: Any) -> None:
     for value in arguments:
-        if isinstance(value, int) and abs(value) > 1_000_000:
+        if isinstance(value, int) and abs(value) > MAX_ITEMS:
             raise TooMuch(f"it asks for {value} of something")
 
 
@@ -126,15 +149,20 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def emit(self, value: Any) -> Any:
         """Count a value that is written."""
-        self.tick(len(value if isinstance(value, str) else str(value)))
-        return value
+        text = value if isinstance(value, str) else str(_measured(value))
+        self.tick(len(text))
+        return text
 
     def join_text(self, *parts: Any) -> str:
         """The operator ~."""
-        texts = [str(part) for part in parts]
+        texts = [str(_measured(part)) for part in parts]
         _check_length(sum(map(len, texts)))
         self.tick()
         return "".join(texts)
+
+    def measured(self, value: Any) -> Any:
+        """A list, tuple or mapping that the template writes down: only these can nest what is there already."""
+        return _measured(value)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Counting().visit(super()._parse(source, name, filename))
@@ -147,7 +175,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             if name == "replace":
                 _check_replace(owner, *args, **kwargs)
             elif name == "join" and args:
-                _check_join(args[0] if isinstance(args[0], (list, tuple)) else list(args[0]), owner)
+                args = (list(args[0]), *args[1:])  # it may be a generator, which can be read but once
+                _check_join(args[0], owner)
             elif name in ("format", "format_map"):
                 _check_format(owner, [*args, *kwargs.values()])
             elif name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
@@ -157,12 +186,14 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
             _check_format(left, right if isinstance(right, tuple) else [right])
-        elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+        elif operator == "+" and isinstance(left, str) and isinstance(right, str):
             _check_length(len(left) + len(right))
+        elif operator == "+" and isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+            _check_length(len(left) + len(right), MAX_ITEMS)
         elif operator == "*":
-            for text, count in ((left, right), (right, left)):
-                if isinstance(text, (str, list, tuple)) and isinstance(count, int):
-                    _check_length(len(text) * max(count, 0))
+            for part, count in ((left, right), (right, left)):
+                if isinstance(part, (str, list, tuple)) and isinstance(count, int):
+                    _check_length(len(part) * max(count, 0), MAX_CHARACTERS if isinstance(part, str) else MAX_ITEMS)
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_NUMBER_BITS:
@@ -182,6 +213,13 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         node.body.insert(0, _statement("tick", node, _fixed_text(node.body)))
         return node
+
+    def _visit_written(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        # What is assigned to is not a value: {% set a, b = ... %}, {% for key, value in ... %}.
+        return node if getattr(node, "ctx", "load") != "load" else _call("measured", node, [node])
+
+    visit_List = visit_Tuple = visit_Dict = _visit_written
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -244,6 +282,13 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"a namespace may not have the attribute {name!r}")
 
 
+# Filters whose result is no text: what they are given is not written out, however large.
+_STRUCTURAL = frozenset(
+    """length count first last sort reverse map select selectattr reject rejectattr items dictsort batch slice unique
+    groupby default d attr min max random""".split()
+)
+
+
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The filter `name`, with its arguments checked first."""
 
@@ -253,13 +298,21 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
         value, given = arguments[first], [*arguments[first + 1 :], *named.values()]
         _check_numbers(given)
-        if name == "replace":
-            _check_replace(value, *given)
-        elif name == "join":
+        if name == "join":
+            value = list(value)
             _check_join(value, given[0] if given else "")
+        elif name == "replace":
+            _check_replace(value, *given)
+        elif name == "indent":
+            _check_replace(value, "\n", "\n" + (given[0] if given and isinstance(given[0], str) else " " * 64))
         elif name == "format":
             _check_format(value, given)
-        return function(*arguments, **named)
+        elif name == "sum" and any(not isinstance(one, (int, float, str, type(None))) for one in given):
+            raise TooMuch("it sums up lists")
+        elif name not in _STRUCTURAL:
+            _measured(value)
+        result = function(*arguments[:first], value, *arguments[first + 1 :], **named)
+        return _measured(result) if name == "list" else result
 
     return filtered
 
@@ -268,7 +321,10 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     # Not Jinja's own, which escapes what is special in HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    _check_numbers([indent])
+    return json.dumps(
+        _measured(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: Any) -> None:
@@ -280,7 +336,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _dict(*arguments: Any, **named: Any) -> dict[Any, Any]:
-    return dict(*arguments, **named)
+    return _measured(dict(*arguments, **named))
 
 
 @functools.cache
@@ -289,6 +345,7 @@ def _environment() -> _Environment:
     environment.filters = {name: _bounded(name, function) for name, function in environment.filters.items()}
     environment.filters["tojson"] = _tojson
     environment.globals.pop("lipsum", None)
+    environment.filters.pop("urlize", None)
     environment.globals.update(
         raise_exception=_raise_exception,  # pyrefly: ignore
         strftime_now=_strftime_now,  # pyrefly: ignore

@@ -126,11 +126,22 @@ class Tokenizer:
             found = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special_tokens)]
         except TypeError:
             raise _not_text(texts) from None
+        if not parse_special and type(self.backend.model).__name__ != "BPE":
+            self._refuse_special(texts)
         if special_tokens and self._adds_bos:
             for ids in found:
                 while len(ids) > 1 and ids[1] == self.bos_id:
                     del ids[1]
         return found
+
+    def _refuse_special(self, texts: Sequence[str]) -> None:
+        """Only BPE never makes a special token out of ordinary characters; for other models the text must have none."""
+        for text in texts:
+            if self.special_pattern is not None and (match := self.special_pattern.search(text)):
+                raise UserError(
+                    f"a text spells the special token '{match.group()}', which a {type(self.backend.model).__name__} "
+                    "tokenizer cannot take for ordinary text; remove it from the text"
+                )
 
     def encode_with_offsets(self, text: str, parse_special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of `text` alone, without BOS and EOS, and for each the characters [start, end) that it means.
@@ -138,6 +149,8 @@ class Tokenizer:
         A character that is several tokens is in the span of each.
         """
         backend = self._bare_backend if parse_special else self._bare_literal_backend
+        if not parse_special and type(backend.model).__name__ != "BPE":
+            self._refuse_special([text])
         try:
             encoding = backend.encode(text)
         except TypeError:
@@ -172,7 +185,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; bytes that are not valid UTF-8 become U+FFFD, unknown ids give nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)  # arrays and tensors too
+        return self.backend.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
         """Return an incremental decoder: `push(id)` gives the text that is now certain, `finish()` the rest.

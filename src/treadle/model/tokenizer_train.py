@@ -96,3 +96,5 @@ class _Counted:
                 self.characters += len(text)
                 yield text
                 step(len(text))
+        if self.characters > 10_000_000 and not sys.stderr.isatty():  # on a terminal the library shows its own bar
+            print("Merging pairs for the tokenizer", file=sys.stderr, flush=True)
