@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +165,21 @@ def test_every_file_is_watched(saved: Path, tmp_path: Path) -> None:
             with pytest.raises(DamagedCheckpoint, match=name):
                 open_checkpoint(copy)
             shutil.rmtree(copy)
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    whole = Path.open
+
+    def broken(path: Path, *mode: Any, **options: Any) -> Any:
+        return Broken() if path.name == "model.safetensors" else whole(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(DamagedCheckpoint, match=r"damaged: model\.safetensors cannot be read \(Input/output error\)"):
+        open_checkpoint(saved)
 
 
 def test_a_manifest_cannot_lead_out_of_its_folder(saved: Path, tmp_path: Path) -> None:

@@ -79,6 +79,27 @@ def test_another_tokenizer_in_the_same_folder_is_refused(tmp_path: Path, run_cor
         train(short(tmp_path / "run", smaller, model={"config": config}, steps=2))
 
 
+def test_another_optimizer_in_the_same_folder_is_refused(tmp_path: Path, run_corpus: Path) -> None:
+    train(short(tmp_path, run_corpus, steps=1, optimizer={"name": "muon"}))
+    with pytest.raises(UserError, match="trained with the optimizer Muon, this run has AdamW; continue with that one"):
+        train(short(tmp_path, run_corpus, steps=2))
+
+
+def test_a_run_that_reached_its_target_is_found_finished(tmp_path: Path, run_corpus: Path) -> None:
+    tree = short(tmp_path, run_corpus, evaluation={"every": 2}, stop={"target_loss": 100.0})
+    for _ in range(2):
+        train(tree)
+        assert steps_in(tmp_path / "checkpoints") == [2]
+
+
+def test_the_cost_of_a_checkpoint_is_in_the_metrics(tmp_path: Path, run_corpus: Path) -> None:
+    train(short(tmp_path, run_corpus, steps=4, checkpoint={"every": 2}))
+    costs = [
+        record.get("checkpoint_seconds") for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record
+    ]
+    assert [cost is not None and cost > 0 for cost in costs] == [False, False, True, False]
+
+
 @pytest.mark.parametrize("state", [{}, {"counters": {"steps": 1}}])
 def test_state_of_another_version_is_named(
     tmp_path: Path, run_corpus: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -152,6 +152,15 @@ def test_state_of_an_unknown_parameter_is_refused() -> None:
         load_named_state(optimizer, model.named_parameters(), ["layers.7.weight/exp_avg"], lambda name: torch.zeros(1))
 
 
+def test_a_step_count_goes_where_its_kernel_reads_it() -> None:
+    parameter = nn.Parameter(torch.zeros(2, device="meta"))
+    for fused, device in ((True, "meta"), (False, "cpu")):
+        optimizer = torch.optim.SGD([parameter])
+        optimizer.param_groups[0]["fused"] = fused
+        load_named_state(optimizer, [("p", parameter)], ["p/step"], lambda name: torch.tensor(3.0))
+        assert optimizer.state[parameter]["step"].device.type == device
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 

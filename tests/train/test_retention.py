@@ -85,3 +85,14 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.
         assert not leftover.exists()
     with lock_run(tmp_path):
         pass
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(descriptor: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with lock_run(tmp_path):
+        assert "has no locks (Operation not supported)" in capsys.readouterr().err

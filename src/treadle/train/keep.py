@@ -16,8 +16,16 @@ from treadle.model.tokenizer import Tokenizer
 from treadle.model.transformer import Transformer
 from treadle.parallel.collectives import from_first, together
 from treadle.parallel.shard import fill
-from treadle.train.checkpoints import CheckpointSettings, CheckpointWriter, Content, check_same_model, latest_good
-from treadle.train.checkpoints.reader import Checkpoint, open_checkpoint
+from treadle.train.checkpoints import (
+    Checkpoint,
+    CheckpointSettings,
+    CheckpointWriter,
+    Content,
+    SaveReport,
+    check_same_model,
+    latest_good,
+    open_checkpoint,
+)
 from treadle.train.optimizers import load_named_state
 from treadle.train.state import TrainState
 from treadle.weights.adapter import save_adapter
@@ -54,6 +62,7 @@ class Keeper:
     def _put(self, found: Checkpoint, state: TrainState) -> None:
         check_same_model(found, state.model.spec, self.tokenizer.fingerprint)
         check_same_adapter(found, state)
+        check_same_optimizer(found, state)
         # With an adapter the model's own weights are still those that it was built with.
         values = found.weights() if state.lora is None else found.tensors("adapter")
         fill(state.model, ((name, values[name]) for name in values), all_of_it=state.lora is None)
@@ -62,18 +71,21 @@ class Keeper:
         load_named_state(state.optimizer, state.model.named_parameters(), saved, saved.__getitem__)
         state.load_scalars(dict(found.state["run"]))
 
-    def save(self, state: TrainState, wait: bool = False) -> None:
-        """Begin to save `state`, or, with `wait`, save it. Raises TreadleError on every rank where that fails."""
+    def save(self, state: TrainState, wait: bool = False) -> SaveReport:
+        """Begin to save `state`, or, with `wait`, save it, and return what that cost.
+
+        Raises TreadleError on every rank where it fails.
+        """
         content = Content(
             step=state.counters.step,
             spec=state.model.spec,
             weights=state.weights(),
             tensors={"optimizer": state.optimizer_tensors(), "adapter": state.adapter_tensors()},
-            state={"run": state.scalars(), **adapter_record(state)},
+            state={"run": state.scalars(), "optimizer": type(state.optimizer).__name__, **adapter_record(state)},
             tokenizer=self.tokenizer,
             beside=peft_writer(state.model.spec, state.lora, state.base) if state.lora is not None else None,
         )
-        self.writer.save(content, wait)
+        return self.writer.save(content, wait)
 
     def finish(self) -> None:
         """Return when what was begun is saved. Raises TreadleError on every rank where that failed."""
@@ -95,6 +107,16 @@ def check_same_adapter(checkpoint: Checkpoint, state: TrainState) -> None:
         raise UserError(
             f"{checkpoint.path} was trained with other model.lora settings ({', '.join(keys)} differ); continue with "
             "those, or set another folder for this run"
+        )
+
+
+def check_same_optimizer(checkpoint: Checkpoint, state: TrainState) -> None:
+    """Raise UserError where a checkpoint holds the state of another kind of optimizer than the run has."""
+    saved, own = checkpoint.state.get("optimizer"), type(state.optimizer).__name__
+    if saved != own:
+        raise UserError(
+            f"{checkpoint.path} was trained with the optimizer {saved}, this run has {own}; continue with that one, or "
+            f"set another folder for this run and model.from={checkpoint.path}"
         )
 
 

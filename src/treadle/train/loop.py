@@ -58,6 +58,8 @@ class Run:
         """Take steps until something ends the run, save, and return why it ended. Raises UserError, TreadleError."""
         resumed = self.keeper.restore(self.state)
         notes = [f"resumed  at step {self.state.counters.step}"] if resumed else []
+        if self.state.patience.best_step == self.state.counters.step:
+            self.validation_loss, self.evaluated_step = self.state.patience.best, self.state.counters.step
         self.reporter.open(self.state, [*summary(self), *notes, *self._take_up_data()])
         first = self.state.counters.step
         try:
@@ -115,7 +117,7 @@ class Run:
         if settings.checkpoint.every and step % settings.checkpoint.every == 0:
             # From here on a spike is a new one.
             self.state.spikes.rewinds = 0
-            self.keeper.save(self.state)
+            self.reporter.saved(self.keeper.save(self.state))
         self.keeper.writer.check()
 
     def _should_stop(self) -> stopping.Decision:

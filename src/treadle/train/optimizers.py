@@ -174,6 +174,13 @@ def load_named_state(
     number saved. Raises TreadleError for the state of a parameter that the optimizer does not have.
     """
     parameters = dict(named_parameters)
+    # As in torch: kernels that read the step count on the device need it there.
+    on_device = {
+        parameter
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     for name in names:
         owner, _, key = name.rpartition("/")
         if owner not in parameters:
@@ -181,6 +188,8 @@ def load_named_state(
         parameter, value = parameters[owner], read(name)
         if value.ndim == 0 and value.dtype == torch.float64:
             optimizer.state[parameter][key] = value.item()
+        elif value.ndim == 0 and parameter in on_device:
+            optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
         else:
             optimizer.state[parameter][key] = laid_out_like(parameter, value)
 

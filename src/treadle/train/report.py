@@ -14,6 +14,7 @@ from treadle.config import TreadleError
 from treadle.config.files import write_atomically
 from treadle.device.ceilings import matmul_peak
 from treadle.parallel import Mesh
+from treadle.train.checkpoints import SaveReport
 from treadle.train.curve import svg_curve
 from treadle.train.display import Display
 from treadle.train.evaluation import Measured
@@ -35,6 +36,7 @@ class Reporter:
         self.sinks: Sinks | None = None
         self.display: Display | None = None
         self.recent: list[float] = []
+        self.save: SaveReport | None = None
         self.peak: float | None = None
 
     def open(self, state: TrainState, summary: list[str]) -> None:
@@ -65,6 +67,10 @@ class Reporter:
         if self.display is not None:
             self.display.say(text)
 
+    def saved(self, report: SaveReport) -> None:
+        """Note what a checkpoint cost; the next step's record tells it."""
+        self.save = report
+
     def step(self, state: TrainState, result: StepResult, seconds: float, data_seconds: float) -> None:
         """Tell of one step, which took `seconds`, of which `data_seconds` waiting for data."""
         counters = state.counters
@@ -87,6 +93,8 @@ class Reporter:
             # A backward pass costs twice a forward pass; an average token sees half of a sample before it.
             flops = 3 * state.model.spec.flops_per_token(self.settings.data.sequence_length // 2)
             record["peak_share"] = flops * record["tokens_per_second"] / self.peak
+        if self.save is not None:
+            record["checkpoint_seconds"], self.save = self.save.seconds, None
         if self.settings.train.precision == "fp16":
             record["loss_scale"] = state.scaler.scale
         if result.skipped:

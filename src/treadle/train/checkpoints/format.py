@@ -83,7 +83,14 @@ def verify(folder: Path, checksums: bool = True) -> dict[str, Any]:
     Raises DamagedCheckpoint naming the first file that is not.
     """
     manifest = read_manifest(folder)
-    files = manifest["files"]
+    try:
+        _compare(folder, manifest["files"], checksums)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{folder} is damaged: {error.filename} cannot be read ({error.strerror})") from error
+    return manifest
+
+
+def _compare(folder: Path, files: dict[str, Any], checksums: bool) -> None:
     for name, entry in files.items():
         path = inside(folder, name)
         if not path.is_file():
@@ -99,7 +106,6 @@ def verify(folder: Path, checksums: bool = True) -> dict[str, Any]:
         for name, entry in files.items():
             if sums[name] != entry["sha256"]:
                 raise DamagedCheckpoint(f"{folder} is damaged: the content of {name} is not what was written")
-    return manifest
 
 
 def _manifest_bytes(body: dict[str, Any]) -> bytes:
@@ -115,11 +121,14 @@ def _checksums(folder: Path, names: Iterable[str], step: Step) -> dict[str, str]
 
     def checksum(name: str) -> str:
         digest = hashlib.sha256()
-        with (folder / name).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                with lock:
-                    step(len(chunk))
+        try:
+            with (folder / name).open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
+                    with lock:
+                        step(len(chunk))
+        except OSError as error:  # an error of reading does not say of which file
+            raise OSError(error.errno, error.strerror, name) from error
         return digest.hexdigest()
 
     names = list(names)

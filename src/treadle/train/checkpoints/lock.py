@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -53,3 +54,10 @@ def _acquire(descriptor: int, run: Path) -> None:
                     f"the run folder {run} is in use by {holder}; wait for it, stop it, or set another folder"
                 ) from None
             time.sleep(0.05)
+        except OSError as error:
+            print(
+                f"warning: the file system of {run} has no locks ({error.strerror}); a second run in this folder "
+                "would not be noticed",
+                file=sys.stderr,
+            )
+            return

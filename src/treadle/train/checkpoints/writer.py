@@ -25,7 +25,7 @@ from treadle.config import Settings, TreadleError
 from treadle.config.files import atomic_folder
 from treadle.model.spec import ModelSpec
 from treadle.model.tokenizer import Tokenizer
-from treadle.parallel.collectives import together
+from treadle.parallel.collectives import from_first, together
 from treadle.train.checkpoints.format import FORMAT, STATE, folder_of, name_of, write_manifest
 from treadle.train.checkpoints.retention import remove_old
 from treadle.train.checkpoints.snapshot import Snapshots
@@ -114,7 +114,8 @@ class CheckpointWriter:
         together(self._finish)
         waited = time.monotonic() - started
         size = 0
-        if content.step != self.last_step:
+        # Rank 0 decides for all: only it knows whether the last one was written.
+        if from_first(content.step != self.last_step):
             snapshot, size = self._snapshot(content)
             self.last_step = content.step
             if self.first:
