@@ -103,3 +103,12 @@ def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="leads out of"):
         inside(root, name)
     assert inside(root, "a/b") == root / "a" / "b"
+
+
+def test_places_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "sub", tmp_path / "file" / "sub" / "deep", tmp_path / ("n" * 300)):
+        with pytest.raises(UserError, match="is no place to write to"):
+            write_atomically(place, b"x")
+        with pytest.raises(UserError, match="is no place to write to"), atomic_folder(place):
+            pass

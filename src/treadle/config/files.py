@@ -61,7 +61,7 @@ def atomic_folder(target: str | Path, replace: bool = False) -> Generator[Path]:
     TreadleError when the disk is full.
     """
     target = Path(target)
-    if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not replace and os.path.exists(target) and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} already exists; choose another folder or remove it")
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -143,6 +143,16 @@ def disk_errors(target: str | Path) -> Generator[None]:
         if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(
                 f"may not write {target}: {os.strerror(getattr(error, 'errno', 0))}; choose a folder that you own"
+            ) from error
+        if getattr(error, "errno", None) in (
+            errno.ENOTDIR,
+            errno.EISDIR,
+            errno.EEXIST,
+            errno.ENAMETOOLONG,
+            errno.ELOOP,
+        ):
+            raise UserError(
+                f"{target} is no place to write to: {os.strerror(getattr(error, 'errno', 0))}; choose another path"
             ) from error
         raise
 
