@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from treadle.cli import verb_app
 from treadle.config import UserError
+
+if TYPE_CHECKING:
+    from treadle.serve.engine import Engine
+    from treadle.serve.request import SamplingSettings
 
 app = verb_app("Complete a prompt. The text is continued as it is; --chat asks the model as a user would.")
 
@@ -51,12 +55,19 @@ def generate(
         raise UserError("--system needs --chat: a text that is continued as it is has no system message")
     text = read_prompt(prompt)
     started = time.monotonic()
+    from treadle.model.chat import encode_chat
+    from treadle.serve.conversation import check_chat_template
     from treadle.serve.engine import Engine
     from treadle.serve.model import load
 
-    loaded = load(model, dtype, device)
+    loaded = load(model, dtype, device, check_tokenizer=check_chat_template if chat else None)
     with Engine(loaded, max_num_seqs=1) as engine:
-        tokens = chat_prompt(loaded, text, system) if chat else engine.encode(text)
+        if chat:
+            assert loaded.tokenizer is not None
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            tokens = encode_chat(loaded.tokenizer, [*messages, {"role": "user", "content": text}])
+        else:
+            tokens = engine.encode(text)
         result = run(engine, tokens, settings, quiet=as_json)
     if as_json:
         result["seconds"] = round(time.monotonic() - started, 3)
@@ -75,30 +86,22 @@ def read_prompt(prompt: str) -> str:
         raise UserError(f"the prompt on standard input is not valid UTF-8: {error}") from error
 
 
-def chat_prompt(model: Any, text: str, system: str | None) -> list[int]:
-    """Return the tokens of one user message. Raises UserError where the model has no chat template."""
-    from treadle.model.chat import encode_chat
-
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    if model.tokenizer is None or model.tokenizer.chat_template is None:
-        raise UserError("this model has no chat template; leave out --chat to continue the text as it is")
-    return encode_chat(model.tokenizer, [*messages, {"role": "user", "content": text}], add_generation_prompt=True)
-
-
-def run(engine: Any, tokens: list[int], settings: Any, quiet: bool) -> dict[str, Any]:
+def run(engine: Engine, tokens: list[int], settings: SamplingSettings, quiet: bool) -> dict[str, Any]:
     """Print the answer as it comes, unless `quiet`; return it with its numbers."""
     from treadle.serve.request import Completion
 
     completion = Completion()
     started = first = time.monotonic()
-    for delta in engine.deltas(tokens, settings):
-        if not completion.tokens:
-            first = time.monotonic()
-        completion.add(delta)
+    try:
+        for delta in engine.deltas(tokens, settings):
+            if not completion.tokens:
+                first = time.monotonic()
+            completion.add(delta)
+            if not quiet:
+                print(delta.text, end="", flush=True)
+    finally:
         if not quiet:
-            print(delta.text, end="", flush=True)
-    if not quiet:
-        print(flush=True)
+            print(flush=True)
     made = len(completion.tokens)
     return {
         "text": completion.text,

@@ -8,7 +8,7 @@ model.logits([1, 2, 3])                        # [T, V]
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,18 +104,30 @@ class Model:
         return f"Model({self.spec.family}, {amount_text(count, 'parameters')}, {_name(self.dtype)} on {self.device})"
 
 
-def load(path: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> Model:
+def load(
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    check_tokenizer: Callable[[Tokenizer | None], None] | None = None,
+) -> Model:
     """Return the model at `path`: a Hugging Face directory, a checkpoint or a GGUF file.
 
     `dtype` is a torch dtype or its name (default: the checkpoint's own); `device` defaults to the accelerator that
-    PyTorch sees, else the CPU. Raises UserError naming what is missing or wrong.
+    PyTorch sees, else the CPU. `check_tokenizer` may refuse the tokenizer before the weights are read. Raises UserError
+    naming what is missing or wrong.
     """
+    from treadle.model.tokenizer import check_vocabulary
     from treadle.weights.load import load_model, load_tokenizer
 
-    place = _device(device)
+    place = choose_device(device)
     kind = parse_dtype(dtype)
+    tokenizer = load_tokenizer(path)
+    if check_tokenizer is not None:
+        check_tokenizer(tokenizer)
     module = load_model(path, kind, place)
-    return Model(module, load_tokenizer(path, module.spec.vocabulary))
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, module.spec.vocabulary)
+    return Model(module, tokenizer)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -144,7 +156,8 @@ def token_ids(tokens: Sequence[int] | Tensor, vocabulary: int) -> list[int]:
     return ids
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def choose_device(device: torch.device | str | None) -> torch.device:
+    """Return the device of that name, by default the accelerator, else the CPU. Raises UserError."""
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
