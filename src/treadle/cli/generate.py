@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 app = verb_app("Complete a prompt. The text is continued as it is; --chat asks the model as a user would.")
 
+DEFAULT_TOKENS = 256
+
 
 @app.command()
 def generate(
     model: str = typer.Argument(help="A Hugging Face directory, a checkpoint or a GGUF file."),
     prompt: str = typer.Argument("-", help="The prompt; '-' or nothing reads it from standard input."),
-    max_tokens: int = typer.Option(256, min=1, help="The most tokens to make."),
+    max_tokens: int = typer.Option(None, min=1, help="The most tokens to make (default: 256, if they fit)."),
     temperature: float = typer.Option(0.7, min=0, help="0 always takes the likeliest token."),
     top_p: float = typer.Option(1.0, help="Draw from the likeliest tokens that have this share together."),
     top_k: int = typer.Option(0, help="Draw from this many likeliest tokens (0: all)."),
@@ -41,7 +43,7 @@ def generate(
     from treadle.serve.request import SamplingSettings
 
     settings = SamplingSettings.of(
-        max_tokens=max_tokens,
+        **({} if max_tokens is None else {"max_tokens": max_tokens}),
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -68,6 +70,9 @@ def generate(
             tokens = encode_chat(loaded.tokenizer, [*messages, {"role": "user", "content": text}])
         else:
             tokens = engine.encode(text)
+        if max_tokens is None:
+            room = max(1, engine.max_model_len - len(tokens))
+            settings = SamplingSettings.of(settings, max_tokens=min(DEFAULT_TOKENS, room))
         result = run(engine, tokens, settings, quiet=as_json)
     if as_json:
         result["seconds"] = round(time.monotonic() - started, 3)
@@ -100,7 +105,7 @@ def run(engine: Engine, tokens: list[int], settings: SamplingSettings, quiet: bo
             if not quiet:
                 print(delta.text, end="", flush=True)
     finally:
-        if not quiet:
+        if not quiet and completion.tokens:
             print(flush=True)
     made = len(completion.tokens)
     return {

@@ -38,7 +38,31 @@ def serve(
     shutdown_timeout: float = typer.Option(30.0, min=0, help="Seconds that running requests get to finish at the end."),
 ) -> None:
     # Until requests are served there is nothing to finish: being asked to stop is a good end at once.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    settings = {
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "seed": seed,
+    }
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        _serve(model, host, port, api_key, served_model_name, shutdown_timeout, dtype, device, settings)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _serve(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str,
+    served_model_name: list[str],
+    shutdown_timeout: float,
+    dtype: str,
+    device: str | None,
+    settings: dict[str, Any],
+) -> None:
+    """Take the port, then load the model, then serve it until asked to stop."""
     from treadle.serve.api.server import address_of, is_loopback, open_socket, run_server
 
     if any(not name.strip() for name in served_model_name):
@@ -57,8 +81,7 @@ def serve(
     from treadle.serve.summary import engine_summary
 
     names = served_model_name or [default_name(model)]
-    settings: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "seed": seed}
-    with Engine(load(model, dtype, device), max_num_batched_tokens=max_num_batched_tokens, **settings) as engine:
+    with Engine(load(model, dtype, device), **settings) as engine:
         for line in engine_summary(engine):
             print(line, flush=True)
         ready = [f"Serving {', '.join(names)} at {address_of(opened)} (OpenAI's API below /v1)"]

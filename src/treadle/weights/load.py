@@ -41,7 +41,7 @@ def load_model(
     checkpoint = open_checkpoint(path)
     spec, kind = read_spec(checkpoint.config), chosen_dtype(checkpoint, dtype)
     ledger = settle(checkpoint, spec, kind)
-    model = Transformer(spec, device="meta", dtype=kind).to_empty(device=device)
+    model = Transformer(spec, device=device, dtype=kind)
     parameters = dict(model.named_parameters())
 
     def fill(ours: str, stored: Stored) -> Stored:
