@@ -43,7 +43,7 @@ def generate(
     from treadle.serve.request import SamplingSettings
 
     settings = SamplingSettings.of(
-        **({} if max_tokens is None else {"max_tokens": max_tokens}),
+        max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
