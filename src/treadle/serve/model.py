@@ -116,18 +116,18 @@ def load(
     PyTorch sees, else the CPU. `check_tokenizer` may refuse the tokenizer before the weights are read. Raises UserError
     naming what is missing or wrong.
     """
-    from treadle.model.tokenizer import check_vocabulary
+    from treadle.model.families import read_spec
+    from treadle.weights.checkpoint import open_checkpoint
     from treadle.weights.load import load_model, load_tokenizer
 
     place = choose_device(device)
     kind = parse_dtype(dtype)
-    tokenizer = load_tokenizer(path)
+    # Weights come last: whatever else is wrong is said before they are read.
+    spec = read_spec(open_checkpoint(path).config)
+    tokenizer = load_tokenizer(path, spec.vocabulary)
     if check_tokenizer is not None:
         check_tokenizer(tokenizer)
-    module = load_model(path, kind, place)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, module.spec.vocabulary)
-    return Model(module, tokenizer)
+    return Model(load_model(path, kind, place), tokenizer)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
