@@ -91,7 +91,9 @@ def test_real_file_opens_fast():
 HUGE = (1 << 64) - 1
 ONE = [entry("a", [4], 0, 0)]
 BAD = {
-    "empty": (b"", "too short"),
+    "empty": (b"", "bad.gguf is empty"),
+    "short": (b"GGUF\3", "bad.gguf is cut short"),
+    "short text": (b"hello", "is not a GGUF file"),
     "not GGUF": (b"PK\3\4" + b"\0" * 40, "is not a GGUF file"),
     "old GGML": (b"tjgg" + b"\0" * 40, "older GGML format"),
     "version 1": (handmade(version=1), "is GGUF version 1;"),

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 from tests.weights import gguf_files
 from tests.weights.gguf_files import quantized, smollm2, write
 from treadle.config import UserError
+from treadle.model.context import PackedContext
+from treadle.model.families import read_spec
+from treadle.model.rope import rope_table
 from treadle.weights.gguf import GgufFile
 from treadle.weights.gguf_model import gguf_config, gguf_weights
 from treadle.weights.gguf_tokenizer import gguf_tokenizer
+from treadle.weights.load import load_model
 
 SIZES = {
     "vocab_size": 96,
@@ -203,6 +207,18 @@ def test_config_and_weights_come_back(tmp_path, name):
             assert torch.equal(weights[key].read(rows=rows), got[rows])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
+    """From the file alone, through our family and modules; longer than every window. Both sum in fp32."""
+    model = reference(name).eval()
+    ours = load_model(convert(model, tmp_path / "model.gguf"))
+    tokens = torch.randint(0, 96, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+        found = ours(tokens, PackedContext.of_lengths([len(tokens)]))
+    assert (found - expected).abs().max() <= 1e-4 * (expected.max() - expected.min())
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_same_state_as_transformers_own_gguf_loader(tmp_path, name):
     """Quantized, against Transformers' independent reading of the same file."""
@@ -275,7 +291,11 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path, size, high, orig
 
 def test_factors_that_no_llama3_has_are_kept_as_they_are(tmp_path):
     factors = np.linspace(1, 3, 8, dtype=np.float32)
-    found = gguf_config(GgufFile.open(tiny(tmp_path, 16, {"rope_freqs.weight": factors})))["rope_parameters"]
+    config = gguf_config(GgufFile.open(tiny(tmp_path, 16, {"rope_freqs.weight": factors})))
+    found, rope = config["rope_parameters"], read_spec(config).layers[0].attention.rope
+    cosines, _ = rope_table(rope, torch.tensor([3]), torch.tensor([4]))
+    angles = 3 * 500000.0 ** (-torch.arange(8) / 8) / torch.from_numpy(factors)
+    assert torch.allclose(cosines.flatten()[:8], angles.cos(), atol=1e-6)
     assert found["rope_type"] == "longrope" and found["attention_factor"] == 1.0
     assert found["short_factor"] == found["long_factor"] == factors.tolist()
 
@@ -339,6 +359,7 @@ def test_tiny_file_is_whole(tmp_path):
         ({"fields": {"llama.novel_thing": 3}}, "'llama.novel_thing' is not understood; ignoring it could change"),
         ({"fields": {"llama.rope.scaling.type": "longrope"}}, "'llama.rope.scaling.type' is 'longrope'; none, linear"),
         ({"tensors": {"rope_freqs.weight": np.ones(3, np.float32)}}, "rope_freqs.weight that is not 8 factors"),
+        ({"tensors": {"rope_freqs.weight": np.ones((2, 8), np.float32)}}, "rope_freqs.weight that is not 8 factors"),
         ({"drop": ("token_embd.weight",)}, "no tensor 'token_embd.weight'; it is not a whole model"),
         ({"drop": ("blk.0.attn_q.weight",)}, "lacks the tensor 'blk.0.attn_q.weight'; download"),
         ({"fields": {"llama.block_count": 2}}, r"lacks the tensors 'blk\.1\.attn_k\.weight', .* and 6 more"),
@@ -359,6 +380,14 @@ def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path, changes, m
     with pytest.raises(UserError, match=message) as caught:
         gguf_weights(file, gguf_config(file))
     assert "tiny.gguf" in str(caught.value)
+
+
+def test_a_window_of_0_is_none(tmp_path):
+    for arch in ("llama", "qwen2"):
+        path = tiny(tmp_path, arch=arch, fields={f"{arch}.attention.sliding_window": 0})
+        assert gguf_config(GgufFile.open(path))["model_type"] == arch
+    with pytest.raises(UserError, match=r"'qwen2\.attention\.sliding_window' is 64; Treadle supports only 0"):
+        gguf_config(GgufFile.open(tiny(tmp_path, arch="qwen2", fields={"qwen2.attention.sliding_window": 64})))
 
 
 def test_heads_are_put_in_order_in_quantized_weights_too(tmp_path):

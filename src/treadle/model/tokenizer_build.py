@@ -9,6 +9,12 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 SPACE = "\u2581"
+# Words with the space or sign before them, digits in groups of up to three, runs of signs with the line ends after
+# them (as code has), line ends, other blanks: how Llama 3 and GPT-4 split text.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # How a vocabulary uses a token; the numbers are sentencepiece's and GGUF's.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 

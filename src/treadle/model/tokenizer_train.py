@@ -11,13 +11,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from treadle.config import UserError
 from treadle.config.progress import progress
 from treadle.model.tokenizer import Tokenizer
+from treadle.model.tokenizer_build import LLAMA3_SPLIT
 
-# Words with the space or sign before them, digits in groups of up to three, runs of signs with the line ends after
-# them (as code has), line ends, other blanks: the split that Llama 3 and GPT-4 use.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -53,7 +48,7 @@ def train_tokenizer(
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(  # pyrefly: ignore
         [
-            pre_tokenizers.Split(tokenizers.Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -153,8 +153,11 @@ def _open_one(path: Path, shard: int) -> tuple[dict[str, Any], dict[str, GgufTen
         raise UserError(f"{path} is not a file" + ("; all shards must lie in one folder" if shard else ""))
     try:
         with path.open("rb") as file:
-            if path.stat().st_size < 24:
-                raise UserError(f"{path} is too short to be a GGUF file; download it again")
+            head = file.read(24)
+            if head[:4] == b"GGUF"[: len(head)] and len(head) < 24:
+                raise UserError(f"{path} is {'cut short' if head else 'empty'}; download it again")
+            if len(head) < 24:
+                raise UserError(f"{path} is not a GGUF file; give another file")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -202,7 +205,7 @@ class _Header:
             older = magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
             raise UserError(
                 f"{self.path} is not a GGUF file"
-                + (" but of the older GGML format; convert the model to GGUF again" if older else "")
+                + (" but of the older GGML format; convert the model to GGUF again" if older else "; give another file")
             )
         self.place = 4
         version = self._unsigned(4)

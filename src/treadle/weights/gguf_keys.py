@@ -52,7 +52,9 @@ class ArchitectureKeys:
         """Return a positive whole number. Raises UserError."""
         value = self._need(key)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise self.fail(key, f"must be a positive whole number, it is {_short(value)}")
+            raise self.fail(
+                key, f"must be a positive whole number, it is {_short(value)}; convert the model to GGUF again"
+            )
         return value
 
     def size_or(self, key: str, default: int) -> int:
@@ -63,7 +65,7 @@ class ArchitectureKeys:
         """Return a positive finite number, spelled as short as fp32 allows (1e-05, not 9.999999747378752e-06)."""
         value = self._need(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
-            raise self.fail(key, f"must be a positive number, it is {_short(value)}")
+            raise self.fail(key, f"must be a positive number, it is {_short(value)}; convert the model to GGUF again")
         return float(str(np.float32(value)))
 
     def number_or(self, key: str, default: N) -> float | N:

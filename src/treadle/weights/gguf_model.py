@@ -178,17 +178,20 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 def _llama_like(keys: ArchitectureKeys, name: str, file: GgufFile, config: dict[str, Any]) -> None:
     """Llama, Mistral, SmolLM, Qwen 2 and 3."""
-    factors = file.read(ROPE_FACTORS).tolist() if ROPE_FACTORS in file.tensors else None
+    factors = file.read(ROPE_FACTORS).flatten().tolist() if ROPE_FACTORS in file.tensors else None
     config["rope_parameters"] = rope_parameters(keys, config["head_dim"], factors)
     if name == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
-        if window := keys.size_or("attention.sliding_window", 0):  # Mistral is a llama to llama.cpp
+        if keys.get("attention.sliding_window"):  # Mistral is a llama to llama.cpp
+            window = keys.size("attention.sliding_window")
             config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
             for bias in ("attention_bias", "mlp_bias"):
                 if config.pop(bias):
                     raise UserError(f"{file.path}: a model with a sliding window and biases is not supported")
-    elif name in ("qwen3", "smollm3"):
+    else:
+        keys.only("attention.sliding_window", 0)
+    if name in ("qwen3", "smollm3"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if name == "smollm3":  # every fourth layer has no positions; the file does not say so
         config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
@@ -247,15 +250,15 @@ def gguf_weights(file: GgufFile, config: Mapping[str, Any]) -> dict[str, GgufWei
                 tensor = f"blk.{layer}.{here}.{kind}"
                 if kind == "weight" or tensor in file.tensors:
                     wanted[f"model.layers.{layer}.{there}.{kind}"] = GgufWeight(file, tensor, order)
-    _check(file, wanted)
+    _check(file, wanted, set() if offset else {ROPE_FACTORS})
     return wanted
 
 
-def _check(file: GgufFile, wanted: Mapping[str, GgufWeight]) -> None:
+def _check(file: GgufFile, wanted: Mapping[str, GgufWeight], consumed: set[str]) -> None:
     held = {weight.tensor for weight in wanted.values()}
     if missing := sorted(held - set(file.tensors)):
         raise UserError(f"{file.path} lacks {_some(missing)}; download it again")
-    if unused := sorted(set(file.tensors) - held - {ROPE_FACTORS}):
+    if unused := sorted(set(file.tensors) - held - consumed):
         raise UserError(
             f"{file.path} has {_some(unused)}, which a {file.metadata['general.architecture']} model as Treadle knows "
             "it does not have; leaving it out would change what the model computes"

@@ -10,6 +10,7 @@ from treadle.config.errors import nearest
 from treadle.model.tokenizer import Tokenizer
 from treadle.model.tokenizer_build import (
     CONTROL,
+    LLAMA3_SPLIT,
     NORMAL,
     SPACE,
     UNKNOWN,
@@ -20,11 +21,7 @@ from treadle.model.tokenizer_build import (
 from treadle.model.tokenizer_files import set_bos_eos
 from treadle.weights.gguf import GgufFile
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2 = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,9 +42,9 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), Split(digits=True)),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
-        Split((LLAMA3,), whole_words=True),
+        Split((LLAMA3_SPLIT,), whole_words=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Split((LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Split((LLAMA3_SPLIT,))),
     "qwen2": Split((QWEN2,), nfc=True),
     "deepseek-r1-qwen": Split((QWEN2,)),
     "tekken": Split((TEKKEN,), whole_words=True),
