@@ -5,56 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.serve.serving import Served
 from treadle.model.chat import encode_chat
 from treadle.model.tokenizer import Tokenizer
-from treadle.serve.api.app import create_app
 from treadle.serve.api.protocol import MAX_BODY_BYTES
-from treadle.serve.api.server import address_of, open_socket
 from treadle.serve.engine import Engine
 from treadle.serve.model import Model
 
 SLOTS = 4
 HELLO = [{"role": "user", "content": "def read"}]
-
-
-class Served:
-    """A server in a thread of this process."""
-
-    def __init__(self, engine: Engine, **options: Any) -> None:
-        self.engine = engine
-        self.socket = open_socket("127.0.0.1", 0)
-        self.url = address_of(self.socket)
-        app = create_app(engine, ["tiny", "also-tiny"], **options)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
-        self.thread.start()
-        self.http = httpx.Client(base_url=self.url, timeout=60)
-        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
-
-    def close(self) -> None:
-        self.http.close()
-        self.client.close()
-        self.uvicorn.should_exit = True
-        self.thread.join(30)
-        self.engine.close()
-
-    def error(self, path: str, status: int, **body: Any) -> dict[str, Any]:
-        answer = self.http.post(path, json=body)
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
-        return error
 
 
 @pytest.fixture(scope="module")
