@@ -96,3 +96,10 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr("fcntl.flock", none)
     with lock_run(tmp_path):
         assert "has no locks (Operation not supported)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "why"), [("file", "is a file"), ("file/run", "lies below a file")])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=rf"{name} cannot be a run's folder: .* {why}"), lock_run(tmp_path / name):
+        pass

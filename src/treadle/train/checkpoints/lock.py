@@ -17,6 +17,12 @@ from treadle.train.checkpoints.format import folder_of
 # A process that was just killed lets go of its lock only once the kernel has taken down its memory.
 PATIENCE_SECONDS = 5.0
 
+_WHY = {
+    FileExistsError: "is a file",
+    NotADirectoryError: "lies below a file",
+    FileNotFoundError: "cannot be created there",
+}
+
 
 @contextmanager
 def lock_run(run: str | Path) -> Generator[None]:
@@ -27,7 +33,12 @@ def lock_run(run: str | Path) -> Generator[None]:
     """
     run = Path(run)
     with disk_errors(run):
-        run.mkdir(parents=True, exist_ok=True)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+            raise UserError(
+                f"{run} cannot be a run's folder: {error.filename} {_WHY[type(error)]}; choose another one (run)"
+            ) from error
         descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _acquire(descriptor, run)
