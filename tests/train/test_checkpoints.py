@@ -191,6 +191,10 @@ def test_a_manifest_cannot_lead_out_of_its_folder(saved: Path, tmp_path: Path) -
     (copy / "training" / "manifest.json").write_bytes(_manifest_bytes(body))
     with pytest.raises(UserError, match="leads out of"):
         open_checkpoint(copy)
+    for files in ([], {"config.json": 3}, {"config.json": {"size": 1}}, None):
+        (copy / "training" / "manifest.json").write_bytes(_manifest_bytes({**body, "files": files}))
+        with pytest.raises(DamagedCheckpoint):
+            open_checkpoint(copy)
 
 
 def test_a_damaged_newest_is_named_and_the_one_before_is_used(

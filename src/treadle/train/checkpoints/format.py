@@ -87,6 +87,8 @@ def verify(folder: Path, checksums: bool = True) -> dict[str, Any]:
         _compare(folder, manifest["files"], checksums)
     except OSError as error:
         raise DamagedCheckpoint(f"{folder} is damaged: {error.filename} cannot be read ({error.strerror})") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST} does not say what it should") from error
     return manifest
 
 
