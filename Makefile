@@ -46,14 +46,14 @@ lint: setup
 	@$(BIN)/ruff format -q --check src tests benchmarks scripts
 	@$(BIN)/pyrefly check
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/mkdocs build -q --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
 format: setup
 	@$(BIN)/ruff check -q --fix src tests benchmarks scripts
 	@$(BIN)/ruff format -q src tests benchmarks scripts
 
 docs: setup
-	@$(BIN)/mkdocs build -q --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 	@echo "site/index.html"
 
 native: setup
