@@ -14,10 +14,14 @@ app = verb_app("Train or fine-tune a model from a YAML file. Run it again to go 
 @app.command()
 def train(
     run_file: Path = typer.Argument(help="The run's YAML file.", metavar="RUN.YAML"),
+    as_json: bool = typer.Option(False, "--json", help="Print how the run ended as one JSON object."),
     overrides: list[str] = typer.Argument(
         None, help="Settings to change, such as train.steps=200.", metavar="[KEY=VALUE]..."
     ),
 ) -> None:
     from treadle.train.api import train as run
 
-    run(run_file, overrides or [])
+    checkpoint = run(run_file, overrides or [])
+    if as_json:
+        outcome = checkpoint.parent.parent / "outcome.json"
+        print(outcome.read_text() if outcome.exists() else '{"reason": "stopped before training began"}', end="")

@@ -14,6 +14,7 @@ from treadle.train.build import check_run
 from treadle.train.checkpoints import lock_run
 from treadle.train.feed import open_feed
 from treadle.train.launch import launch
+from treadle.train.report import OUTCOME
 from treadle.train.settings import RunSettings
 from treadle.train.worker import run_rank
 
@@ -37,6 +38,7 @@ def train(config: str | Path | Mapping[str, Any] | RunSettings, overrides: Seque
         resolved = settings.run / "settings.yaml"
         if rank == 0:
             save_settings(settings, resolved)
+            (settings.run / OUTCOME).unlink(missing_ok=True)
         if launched() or ranks == 1:
             run_rank(settings, feed)
         else:

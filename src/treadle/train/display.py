@@ -11,6 +11,8 @@ from typing import Any
 from treadle.config.progress import amount_text
 from treadle.train.curve import sparkline, terminal_curve
 
+MOST_POINTS = 20_000
+
 
 def duration(seconds: float) -> str:
     """Return a time for reading: 42 s, 3 min 20 s, 5 h 10 min."""
@@ -35,9 +37,16 @@ class Display:
     def remember(self, record: Mapping[str, Any]) -> None:
         """Take a record of an earlier session into the curves."""
         if record.get("loss") is not None:
-            self.losses.append((record["step"], record["loss"]))
+            self._add(record["step"], record["loss"])
         if record.get("validation_loss") is not None:
             self.validation.append((record["step"], record["validation_loss"]))
+
+    def _add(self, step: int, loss: float) -> None:
+        """Add a point to the curve; of very long runs each two points become one now and then."""
+        self.losses.append((step, loss))
+        if len(self.losses) > MOST_POINTS:
+            pairs = zip(self.losses[::2], self.losses[1::2], strict=False)
+            self.losses = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]
 
     def forget_after(self, step: int) -> None:
         """Take what came after `step` out of the curves."""
@@ -54,7 +63,7 @@ class Display:
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Show what a step measured."""
         self.record = {**record, "step": step}
-        self.losses.append((step, record["loss"]))
+        self._add(step, record["loss"])
         if self.panel is not None:
             self.panel.refresh()
         elif time.monotonic() - self.shown >= self.every or step == self.total or len(self.losses) == 1:

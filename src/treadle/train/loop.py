@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from treadle.config import TreadleError
+from treadle.config.progress import amount_text
 from treadle.data import PackedBatch
 from treadle.parallel import Mesh
 from treadle.parallel.collectives import sum_over_ranks
@@ -53,6 +54,7 @@ class Run:
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.evaluated_step = -1
+        self.clock = 0.0
 
     def go(self) -> Outcome:
         """Take steps until something ends the run, save, and return why it ended. Raises UserError, TreadleError."""
@@ -76,12 +78,13 @@ class Run:
             self.reporter.close()
         step, folder = self.state.counters.step, self.settings.run
         outcome = Outcome(decision.reason, step, self.loss, self.validation_loss, folder / "checkpoints" / "latest")
-        self.reporter.finish(closing(outcome))
+        self.reporter.finish({**asdict(outcome), "checkpoint": str(outcome.checkpoint)}, closing(outcome))
         return outcome
 
     def _steps(self) -> stopping.Decision:
         """Take steps until one of the conditions holds, and return it."""
         state, settings = self.state, self.settings
+        self.clock = time.perf_counter()
         while not (decision := self._should_stop()).stop:
             started = time.perf_counter()
             torch.manual_seed(self._step_seed())
@@ -97,7 +100,7 @@ class Run:
 
             result = train_step(state, microbatches, self.mesh.device, settings.train.clip, judge)
             seconds = time.perf_counter() - started
-            self._count(result, verdict.action, seconds)
+            self._count(result, verdict.action)
             self.reporter.step(state, result, seconds, waited)
             if verdict.action == "stop":
                 raise TreadleError(
@@ -133,14 +136,16 @@ class Run:
 
     def _step_seed(self) -> int:
         """Random numbers are a function of (seed, step, rank), so that none need be saved."""
-        return (self.settings.train.seed * 1_000_003 + self.state.counters.step) * 65_537 + self.mesh.rank
+        seed = (self.settings.train.seed * 1_000_003 + self.state.counters.step) * 65_537 + self.mesh.rank
+        return seed & (2**63 - 1)
 
-    def _count(self, result: StepResult, action: spikes.Action, seconds: float) -> None:
+    def _count(self, result: StepResult, action: spikes.Action) -> None:
         state, counters = self.state, self.state.counters
         counters.step += 1
         counters.cursor += self.cut.global_samples
         counters.tokens += result.tokens
-        counters.seconds += seconds
+        now = time.perf_counter()
+        counters.seconds, self.clock = counters.seconds + now - self.clock, now
         counters.skipped_steps += bool(result.skipped)
         state.scaler = next_scaler(state.scaler, self.settings.train.precision, result.overflowed)
         if not result.overflowed and result.weight:
@@ -201,8 +206,8 @@ def summary(run: Run) -> list[str]:
     epochs = run.total * run.cut.global_samples / feed.mixture.samples_per_epoch
     held_out = sum(corpus.tokens for corpus in feed.validation)
     return [
-        f"model    {spec.family}, {spec.parameters_count() / 1e6:.1f}M parameters: {len(spec.layers)} layers of width "
-        f"{spec.width}, vocabulary {spec.vocabulary}",
+        f"model    {spec.family}, {amount_text(spec.parameters_count(), 'parameters')}: {len(spec.layers)} layers of "
+        f"width {spec.width}, vocabulary {spec.vocabulary}",
         f"data     {sum(corpus.tokens for corpus in feed.mixture.corpora):,} tokens, {epochs:.2f} "
         "epochs of them in this run, "
         f"{f'{held_out:,} held out' if held_out else 'none held out'}",

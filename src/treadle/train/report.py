@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import statistics
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -26,6 +29,7 @@ from treadle.train.step import StepResult
 
 # Steps over which the time left is estimated: the first ones are slower than the rest.
 RECENT_STEPS = 50
+OUTCOME = "outcome.json"
 
 
 class Reporter:
@@ -36,8 +40,9 @@ class Reporter:
         self.sinks: Sinks | None = None
         self.display: Display | None = None
         self.recent: list[float] = []
+        self.speeds: list[float] = []
         self.save: SaveReport | None = None
-        self.peak: float | None = None
+        self.peak, self.peak_is_sure = 0.0, False
 
     def open(self, state: TrainState, summary: list[str]) -> None:
         """Open the sinks, cut to the step of `state`, and say what is about to happen."""
@@ -50,6 +55,7 @@ class Reporter:
         for line in summary:
             self.display.say(line)
         self.peak = machine_peak(self.settings, self.mesh)
+        self.peak_is_sure = False
 
     def rewound(self, state: TrainState) -> None:
         """Cut the metrics to the step of `state`, to which the run went back."""
@@ -79,6 +85,7 @@ class Reporter:
         if self.sinks is None or self.display is None:
             return
         self.recent = [*self.recent, seconds][-RECENT_STEPS:]
+        self.speeds = [*self.speeds, result.tokens / seconds][-RECENT_STEPS:]
         record: dict[str, Any] = {
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
@@ -89,10 +96,7 @@ class Reporter:
             "data_seconds": data_seconds,
             "memory_bytes": memory_bytes(self.mesh.device),
         }
-        if self.peak:
-            # A backward pass costs twice a forward pass; an average token sees half of a sample before it.
-            flops = 3 * state.model.spec.flops_per_token(self.settings.data.sequence_length // 2)
-            record["peak_share"] = flops * record["tokens_per_second"] / self.peak
+        record["peak_share"] = self._peak_share(state, record["tokens_per_second"])
         if self.save is not None:
             record["checkpoint_seconds"], self.save = self.save.seconds, None
         if self.settings.train.precision == "fp16":
@@ -103,6 +107,15 @@ class Reporter:
             self.sinks.write(counters.step, record)
         left = (self.total - counters.step) * sum(self.recent) / len(self.recent)
         self.display.step(counters.step, {**record, "seconds_left": left})
+
+    def _peak_share(self, state: TrainState, tokens_per_second: float) -> float:
+        """Return the share of the machine's rate of matrix products that the model's own arithmetic uses."""
+        # A backward pass costs twice a forward pass; an average token sees half of a sample before it.
+        flops = 3 * state.model.spec.flops_per_token(self.settings.data.sequence_length // 2)
+        if flops * tokens_per_second > self.peak and not self.peak_is_sure:
+            # The ceiling was measured while the machine was busy.
+            self.peak, self.peak_is_sure = machine_peak(self.settings, self.mesh, again=True), True
+        return flops * tokens_per_second / self.peak
 
     def evaluation(self, state: TrainState, measured: Measured, seconds: float, bytes_per_token: float) -> None:
         """Tell of a validation loss."""
@@ -127,12 +140,15 @@ class Reporter:
                 stack.callback(self.display.close)
         self.sinks = None
 
-    def finish(self, lines: list[str]) -> None:
-        """Draw the loss curve on the terminal and into loss.svg, and print `lines` below it."""
+    def finish(self, outcome: Mapping[str, Any], lines: list[str]) -> None:
+        """Draw the loss curve on the terminal and into loss.svg, print `lines` below it; save `outcome` as JSON."""
         if self.display is None:
             return
         self.close()
         display, folder = self.display, self.settings.run
+        speed = statistics.median(self.speeds) if self.speeds else None
+        told = json.dumps({**outcome, "tokens_per_second": speed})
+        write_atomically(folder / OUTCOME, told.encode() + b"\n")
         picture = svg_curve(display.losses, display.validation, f"Loss of {folder.name}")
         try:
             write_atomically(folder / "loss.svg", picture.encode())
@@ -141,12 +157,12 @@ class Reporter:
         display.finish(lines)
 
 
-def machine_peak(settings: RunSettings, mesh: Mesh) -> float:
+def machine_peak(settings: RunSettings, mesh: Mesh, again: bool = False) -> float:
     """Return the rate of matrix products, in FLOP/s, that all ranks together could reach at most: the measured one."""
     dtype = DTYPES[settings.train.precision] or torch.float32
     if mesh.device.type == "cpu":
-        return matmul_peak(dtype, torch.get_num_threads() * mesh.size)
-    return matmul_peak(dtype, device=str(mesh.device)) * mesh.size
+        return matmul_peak(dtype, torch.get_num_threads() * mesh.size, again=again)
+    return matmul_peak(dtype, device=str(mesh.device), again=again) * mesh.size
 
 
 def memory_bytes(device: torch.device) -> int:
