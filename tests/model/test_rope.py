@@ -34,7 +34,7 @@ def reference(parameters: dict[str, Any], head_size: int, length: int) -> tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [1, 16, 17, 19, 100])
+@pytest.mark.parametrize("length", [1, 16, 17, 18, 19, 100])
 @pytest.mark.parametrize("theta", [50.0, 1e6])
 def test_tables_equal_the_reference(kind: str, length: int, theta: float) -> None:
     parameters = {"rope_theta": theta, **ROPE[kind]}
@@ -63,12 +63,21 @@ def test_a_part_of_the_head(kind: str) -> None:
     theta=st.floats(2.0, 1e7),
     fast=st.floats(1.0, 64.0),
     slow=st.floats(0.1, 1.0),
-    truncate=st.booleans(),
-    mscale=st.floats(0.0, 2.0),
+    truncate=st.sampled_from([True, False, None]),
+    mscale=st.sampled_from([None, 0.0, 0.7, 2.0]),
+    mscale_all_dim=st.sampled_from([None, 0.0, 1.0, 1.3]),
     head_size=st.sampled_from([4, 12, 64, 256]),
 )
 def test_yarn_equals_the_reference_everywhere(
-    factor: float, trained: int, theta: float, fast: float, slow: float, truncate: bool, mscale: float, head_size: int
+    factor: float,
+    trained: int,
+    theta: float,
+    fast: float,
+    slow: float,
+    truncate: bool | None,
+    mscale: float | None,
+    mscale_all_dim: float | None,
+    head_size: int,
 ) -> None:
     parameters = {
         "rope_type": "yarn",
@@ -77,10 +86,11 @@ def test_yarn_equals_the_reference_everywhere(
         "original_max_position_embeddings": trained,
         "beta_fast": fast,
         "beta_slow": slow,
-        "truncate": truncate,
         "mscale": mscale,
-        "mscale_all_dim": 1.0,
+        "mscale_all_dim": mscale_all_dim,
     }
+    if truncate is not None:
+        parameters["truncate"] = truncate
     spec = spec_of(parameters, head_size)
     frequencies, amplitude = reference(parameters, head_size, 1)
     cos, sin = rope_table(spec, torch.tensor([1]))

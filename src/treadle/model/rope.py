@@ -47,8 +47,7 @@ def _frequencies(spec: RopeSpec, device: torch.device) -> Float[Tensor, "*2 R"]:
     one for long ones."""
     key = spec, device
     if key not in _cache:
-        # A cached tensor outlives the mode that it was made in: an inference tensor would break training later on.
-        with torch.inference_mode(False), torch.device("cpu"):
+        with torch.device("cpu"):
             value = _KINDS[spec.kind](spec).to(device)
         if type(value) is not Tensor:  # under a fake-tensor mode
             return value
