@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -57,6 +57,7 @@ def test_a_part_of_the_head(kind: str) -> None:
     torch.testing.assert_close(cos, (torch.arange(40)[:, None] * frequencies).cos() * amplitude, rtol=0, atol=2e-5)
 
 
+@settings(deadline=None)
 @given(
     factor=st.floats(1.0, 64.0),
     trained=st.integers(2, 8192),

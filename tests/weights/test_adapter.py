@@ -191,6 +191,7 @@ def refused(folder: Path, words: str, name: str = "llama") -> None:
     ("changes", "words"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"use_dora": True}, "use_dora is not supported"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save, save_file
 
@@ -75,6 +75,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             SafetensorsFile(written(tmp_path / "long", b"{}", length=length))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_noise_and_cuts_end_in_one_sentence(noise: bytes, cut: int) -> None:
     import tempfile

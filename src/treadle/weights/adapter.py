@@ -27,12 +27,14 @@ UNDERSTOOD: dict[str, tuple[Any, ...]] = {
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
+    # The other ways to begin (pissa, olora, loftq, corda) change the base model's weights as well.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 HARMLESS = frozenset(
     """
-    alpha_pattern auto_mapping base_model_name_or_path exclude_modules inference_mode init_lora_weights
-    layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core peft_version qalora_group_size r
-    rank_pattern revision runtime_config target_modules use_rslora
+    alpha_pattern auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern
+    layers_to_transform lora_alpha lora_dropout megatron_core peft_version qalora_group_size r rank_pattern revision
+    runtime_config target_modules use_rslora
     """.split()
 )
 
