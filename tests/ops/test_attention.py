@@ -1,4 +1,4 @@
-"""Packed and cached attention against one dense float64 attention, written out with its full mask."""
+"""Packed attention against one dense float64 attention, written out with its full mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from treadle.ops import cached_attention, packed_attention
+from treadle.ops import packed_attention
 from treadle.ops.attention import BLOCK_ROWS, PACKED_ATTENTION
 
 from .compare import assert_close, double
@@ -202,35 +202,3 @@ def test_gradcheck() -> None:
             lambda *t: packed_attention(*t, starts, 4, SCALE, window, softcap),  # noqa: B023
             (q, k, v),
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"softcap": 1.5}, {"sinks": True}, {"window": 2, "sinks": True}]
-)
-@pytest.mark.parametrize("news", [[1], [1, 1, 1], [5, 1, 0, 3], [0]], ids=str)
-def test_cached_attention(news: list[int], options: dict, dtype: torch.dtype) -> None:
-    """Rows at the end of cached sequences get what a dense attention over the whole sequence gives them."""
-    heads, kv_heads, size, room = 6, 2, 12, 20
-    options = dict(options)
-    sinks = torch.randn(heads) if options.pop("sinks", False) else None
-    keys, values = (torch.randn(7, room, kv_heads, size).to(dtype) for _ in range(2))
-    slots = torch.randperm(7)[: len(news)]
-    lengths = torch.tensor(
-        [new + extra for new, extra in zip(news, [0, 6, 2, room - 3], strict=False)], dtype=torch.int32
-    )
-    q = torch.randn(sum(news), heads, size).to(dtype)
-    starts = torch.tensor(starts_of(news), dtype=torch.int32)
-    # What lies beyond a sequence's length is never looked at.
-    for slot, length in zip(slots, lengths, strict=True):
-        keys[slot, length:], values[slot, length:] = torch.nan, torch.nan
-    out = cached_attention(q, keys, values, slots, starts, lengths, SCALE, sinks=sinks, **options)
-    assert out.dtype == dtype
-    for s, (new, length) in enumerate(zip(news, lengths.tolist(), strict=True)):
-        if new == 0:
-            continue
-        whole = torch.zeros(length, heads, size, dtype=torch.float64)
-        whole[length - new :] = q[starts[s] : starts[s + 1]]
-        slot = slots[s]
-        exact = dense(whole, keys[slot, :length], values[slot, :length], [0, length], sinks=sinks, **options)
-        assert_close(out[starts[s] : starts[s + 1]], exact[length - new :], 40 if dtype == torch.float32 else 3, 4.0)

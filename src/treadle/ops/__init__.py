@@ -1,7 +1,8 @@
 """Operators: each a schema, a readable PyTorch reference and any number of kernels; see `registry` for adding one."""
 
 from treadle.ops.activation import gated_activation
-from treadle.ops.attention import cached_attention, packed_attention
+from treadle.ops.attention import packed_attention
+from treadle.ops.cached_attention import cached_attention
 from treadle.ops.linear import embedding, linear
 from treadle.ops.loss import linear_cross_entropy
 from treadle.ops.norm import add_rms_norm, rms_norm

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from treadle.config.errors import UserError, nearest
 from treadle.ops import native
-from treadle.ops.linear import accumulator
 from treadle.ops.native import abi
 from treadle.ops.registry import Operator
+from treadle.ops.tensors import accumulator, like
 
 TANH_SCALE, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
@@ -68,12 +68,8 @@ GATED_ACTIVATION_BACKWARD = Operator(
     "gated_activation_backward",
     "(Tensor grad, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
     gated_activation_backward_reference,
-    fake=lambda grad, gate, up, kind: (_like(gate), _like(up)),
+    fake=lambda grad, gate, up, kind: (like(gate), like(up)),
 )
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -89,7 +85,7 @@ GATED_ACTIVATION = Operator(
     "gated_activation",
     "(Tensor gate, Tensor up, str kind) -> Tensor",
     gated_activation_reference,
-    fake=lambda gate, up, kind: _like(gate),
+    fake=lambda gate, up, kind: like(gate),
     backward=_backward,
     setup_context=_setup,
 )
@@ -111,7 +107,7 @@ _gated, _gated_backward = abi.function("gated_activation"), abi.function("gated_
 
 @GATED_ACTIVATION.kernel("native", native.missing, accepts=_fits, takes=_FITS)
 def _native(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    gate, up, out = abi.by_rows(gate), abi.by_rows(up), _like(gate)
+    gate, up, out = abi.by_rows(gate), abi.by_rows(up), like(gate)
     width = gate.shape[-1]
     arguments = abi.GatedActivation(
         abi.DTYPES[gate.dtype],
@@ -133,7 +129,7 @@ def _native(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 )
 def _backward_native(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     grad, gate, up = abi.by_rows(grad), abi.by_rows(gate), abi.by_rows(up)
-    grad_gate, grad_up = _like(gate), _like(up)
+    grad_gate, grad_up = like(gate), like(up)
     width = gate.shape[-1]
     arguments = abi.GatedActivation(
         abi.DTYPES[gate.dtype],

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences (training, prefill) and over a key-value cache (decoding).
+"""Causal attention over packed sequences (training, and the first pass over a prompt).
 
 Query heads are grouped: head h reads key-value head h // (H / K). A window of w lets a token see itself and the w - 1
 before it. A soft cap c turns a score s into c * tanh(s / c) (Gemma 2). A sink is one more logit a head that takes
@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from treadle.ops.linear import accumulator
 from treadle.ops.registry import Operator
+from treadle.ops.tensors import accumulator, like
 
 BLOCK_ROWS = 256
 
@@ -58,7 +58,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend within one sequence, whose last rows q holds: returns the output [n, H, E] and log-sum-exp [n, H]."""
     kv_heads = k.shape[1]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = like(q)
     normalizer = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
     for begin in range(0, q.shape[0], BLOCK_ROWS):
         block = _Block(q, k, begin, scale, window, softcap)
@@ -93,7 +93,7 @@ def packed_attention_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = like(q)
     normalizer = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
     for rows in _sequences(starts, q.shape[0]):
         out[rows], normalizer[rows] = attend(q[rows], k[rows], v[rows], scale, window, softcap, sinks)
@@ -145,17 +145,13 @@ def packed_attention_backward_reference(
 _OPTIONS = "Tensor starts, SymInt max_length, float scale, int window=0, float softcap=0.0, Tensor? sinks=None"
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _like(q), q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
+    return like(q), q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
 
 
 def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sinks = rest[-1] if len(rest) == 8 else None
-    return _like(q), _like(k), _like(v), q.new_empty(0) if sinks is None else _like(sinks)
+    return like(q), like(k), like(v), q.new_empty(0) if sinks is None else like(sinks)
 
 
 PACKED_ATTENTION_BACKWARD = Operator(
@@ -209,7 +205,7 @@ def _runs(starts: Tensor, rows: int) -> Iterator[tuple[slice, int]]:
         yield run, count
 
 
-def _plain(
+def fits_flash(
     q: Tensor, k: Tensor, v: Tensor, max_length: int, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> bool:
     return (
@@ -233,7 +229,7 @@ _FLASH_TAKES = "float32 or bfloat16 on CPU; no soft cap, no sinks, no window sho
 @PACKED_ATTENTION.kernel(
     "pytorch_flash",
     needs=lambda: "",
-    accepts=lambda q, k, v, starts, max_length, scale, window=0, softcap=0.0, sinks=None: _plain(
+    accepts=lambda q, k, v, starts, max_length, scale, window=0, softcap=0.0, sinks=None: fits_flash(
         q, k, v, max_length, window, softcap, sinks
     ),
     takes=_FLASH_TAKES,
@@ -246,7 +242,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, sca
         part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, True, scale=scale)
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
     if not parts:
-        return _like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        return like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     out, normalizer = (_joined(group) for group in zip(*parts, strict=True))
     return out, normalizer
 
@@ -259,8 +255,8 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
 @PACKED_ATTENTION_BACKWARD.kernel(
     "pytorch_flash",
     needs=lambda: "",
-    accepts=lambda grad, q, k, v, out, normalizer, starts, max_length, scale, window=0, softcap=0.0, sinks=None: _plain(
-        q, k, v, max_length, window, softcap, sinks
+    accepts=lambda grad, q, k, v, out, normalizer, starts, max_length, scale, window=0, softcap=0.0, sinks=None: (
+        fits_flash(q, k, v, max_length, window, softcap, sinks)
     ),
     takes=_FLASH_TAKES,
 )
@@ -286,7 +282,7 @@ def _flash_backward(
         )
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
     if not parts:
-        return _like(q), _like(k), _like(v), q.new_empty(0)
+        return like(q), like(k), like(v), q.new_empty(0)
     return *(_joined(group) for group in zip(*parts, strict=True)), q.new_empty(0)
 
 
@@ -307,115 +303,3 @@ def packed_attention(
     Raises ValueError where `starts` does not rise from 0 to T.
     """
     return PACKED_ATTENTION.call(q, k, v, starts, max_length, scale, window, softcap, sinks)[0]
-
-
-def cached_attention_reference(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    out = _like(q)
-    bounds = starts.tolist()
-    for index, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-        rows = slice(bounds[index], bounds[index + 1])
-        if rows.stop > rows.start:
-            keys, values = key_cache[slot, :length], value_cache[slot, :length]
-            out[rows], _ = attend(q[rows], keys, values, scale, window, softcap, sinks)
-    return out
-
-
-CACHED_ATTENTION = Operator(
-    "cached_attention",
-    "(Tensor q, Tensor key_cache, Tensor value_cache, Tensor slots, Tensor starts, Tensor lengths, float scale, "
-    "int window=0, float softcap=0.0, Tensor? sinks=None) -> Tensor",
-    cached_attention_reference,
-    fake=lambda q, *rest: _like(q),
-)
-
-
-def _plain_cached(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> bool:
-    return _plain(q, key_cache, value_cache, 0, 0, softcap, sinks)
-
-
-@CACHED_ATTENTION.kernel(
-    "pytorch_flash", needs=lambda: "", accepts=_plain_cached, takes="float32 or bfloat16 on CPU; no soft cap, no sinks"
-)
-def _flash_cached(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int = 0,
-    *_: Any,
-) -> Tensor:
-    """One row needs no mask: a window only shortens what it reads. More rows with a past do."""
-    out = _like(q)
-    bounds = starts.tolist()
-    for index, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-        rows = slice(bounds[index], bounds[index + 1])
-        new = rows.stop - rows.start
-        if new == 0:
-            continue
-        # The first key that the first row sees.
-        first = max(0, length - new - window + 1) if window else 0
-        keys, values = (cache[slot, first:length].transpose(0, 1)[None] for cache in (key_cache, value_cache))
-        mask = None
-        if new > 1 and (first or new < length or 0 < window < length):
-            row = torch.arange(length - new, length, device=q.device)[:, None]
-            column = torch.arange(first, length, device=q.device)
-            seen = column <= row
-            if window:
-                seen &= column > row - window
-            mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)
-        part, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[rows].transpose(0, 1)[None],
-            keys,
-            values,
-            0.0,
-            new > 1 and mask is None,
-            attn_mask=mask,
-            scale=scale,
-        )
-        out[rows] = part[0].transpose(0, 1)
-    return out
-
-
-def cached_attention(
-    q: Float[Tensor, "T H E"],
-    key_cache: Float[Tensor, "N C K E"],
-    value_cache: Float[Tensor, "N C K E"],
-    slots: Int[Tensor, " S"],
-    starts: Int[Tensor, " S1"],
-    lengths: Int[Tensor, " S"],
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Float[Tensor, " H"] | None = None,
-) -> Float[Tensor, "T H E"]:
-    """Return causal attention of new rows over cached ones, without a gradient.
-
-    Sequence s has the query rows starts[s] to starts[s + 1]; its keys and values are the first lengths[s] of cache slot
-    slots[s], the last of which belong to the query rows and are already written.
-    """
-    return CACHED_ATTENTION.call(q, key_cache, value_cache, slots, starts, lengths, scale, window, softcap, sinks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -40,8 +39,3 @@ def linear(
 def embedding(tokens: Int[Tensor, " T"], weight: Float[Tensor, "V D"]) -> Float[Tensor, "T D"]:
     """Return the rows of `weight` that `tokens` name; raises IndexError (on CPU) for a token outside [0, V)."""
     return EMBEDDING.call(tokens, weight)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over values of `dtype` are kept."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from treadle.ops import native
-from treadle.ops.linear import accumulator
 from treadle.ops.native import abi
 from treadle.ops.registry import Operator
+from treadle.ops.tensors import accumulator, like
 
 CHUNK_LOGITS, CHUNK_TOKENS = 8 << 20, 256
 
@@ -69,7 +69,7 @@ def _fake(
     x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, with_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = accumulator(x.dtype)
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if with_gradients else x.new_empty(0)
+    grad_x = like(x) if with_gradients else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if with_gradients else (0,))
     return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), grad_x, grad_weight
 

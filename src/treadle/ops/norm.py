@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treadle.ops import native
-from treadle.ops.linear import accumulator
 from treadle.ops.native import abi
 from treadle.ops.registry import Operator
+from treadle.ops.tensors import accumulator, like
 
 
 def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -52,15 +52,11 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, offset), total
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 RMS_NORM_BACKWARD = Operator(
     "rms_norm_backward",
     "(Tensor grad, Tensor x, Tensor weight, Tensor? extra, float eps, float offset) -> (Tensor, Tensor)",
     rms_norm_backward_reference,
-    fake=lambda grad, x, weight, extra, eps, offset: (_like(x), _like(weight)),
+    fake=lambda grad, x, weight, extra, eps, offset: (like(x), like(weight)),
 )
 
 
@@ -78,7 +74,7 @@ RMS_NORM = Operator(
     "rms_norm",
     "(Tensor x, Tensor weight, float eps, float offset=0.0) -> Tensor",
     rms_norm_reference,
-    fake=lambda x, weight, eps, offset=0.0: _like(x),
+    fake=lambda x, weight, eps, offset=0.0: like(x),
     backward=_backward,
     setup_context=_setup,
 )
@@ -99,7 +95,7 @@ ADD_RMS_NORM = Operator(
     "add_rms_norm",
     "(Tensor x, Tensor residual, Tensor weight, float eps, float offset=0.0) -> (Tensor, Tensor)",
     add_rms_norm_reference,
-    fake=lambda x, residual, weight, eps, offset=0.0: (_like(x), _like(x)),
+    fake=lambda x, residual, weight, eps, offset=0.0: (like(x), like(x)),
     backward=_add_backward,
     setup_context=_add_setup,
 )
@@ -120,7 +116,7 @@ _rms_norm, _rms_norm_backward = abi.function("rms_norm"), abi.function("rms_norm
 
 @RMS_NORM.kernel("native", native.missing, accepts=lambda x, weight, eps, offset=0.0: _fits(x, weight), takes=_FITS)
 def _native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    x, out = abi.by_rows(x), _like(x)
+    x, out = abi.by_rows(x), like(x)
     width = x.shape[-1]
     arguments = abi.RmsNorm(
         abi.DTYPES[x.dtype],
@@ -145,7 +141,7 @@ def _native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tenso
     takes=_FITS,
 )
 def _add_native(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    x, residual, out, total = abi.by_rows(x), abi.by_rows(residual), _like(x), _like(x)
+    x, residual, out, total = abi.by_rows(x), abi.by_rows(residual), like(x), like(x)
     width = x.shape[-1]
     arguments = abi.RmsNorm(
         abi.DTYPES[x.dtype],
@@ -172,7 +168,7 @@ def _add_native(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset:
 def _backward_native(
     grad: Tensor, x: Tensor, weight: Tensor, extra: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    grad, x, grad_x = abi.by_rows(grad), abi.by_rows(x), _like(x)
+    grad, x, grad_x = abi.by_rows(grad), abi.by_rows(x), like(x)
     extra = None if extra is None else abi.by_rows(extra)
     grad_weight = torch.empty_like(weight, dtype=torch.float32)
     width = x.shape[-1]

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treadle.ops import native
-from treadle.ops.linear import accumulator
 from treadle.ops.native import abi
 from treadle.ops.registry import Operator
+from treadle.ops.tensors import accumulator, like
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
@@ -44,9 +44,7 @@ ROPE = Operator(
     "rope",
     "(Tensor x, Tensor cos, Tensor sin, bool interleaved=False, bool inverse=False) -> Tensor",
     rope_reference,
-    fake=lambda x, cos, sin, interleaved=False, inverse=False: torch.empty_like(
-        x, memory_format=torch.contiguous_format
-    ),
+    fake=lambda x, cos, sin, interleaved=False, inverse=False: like(x),
     backward=_backward,
     setup_context=_setup,
 )
@@ -69,7 +67,7 @@ _rope = abi.function("rope")
 @ROPE.kernel("native", native.missing, accepts=_fits, takes="float32 or bfloat16 on CPU, float32 angles")
 def _native(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
     x, cos, sin = abi.by_rows(x), cos.contiguous(), sin.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = like(x)
     tokens, heads, size = x.shape
     arguments = abi.Rope(
         abi.DTYPES[x.dtype],

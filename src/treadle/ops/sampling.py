@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from treadle.ops import native
+from treadle.ops.native import abi
 from treadle.ops.registry import Operator
 
 
@@ -48,6 +50,35 @@ SAMPLE = Operator(
     sample_reference,
     fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64),
 )
+
+
+_sample = abi.function("sample")
+
+
+def _fits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> bool:
+    options = (temperature, top_p, min_p, uniform)
+    return (
+        abi.on_cpu(logits)
+        and logits.dim() == 2
+        and logits.shape[1] > 0
+        and top_k.dtype == torch.int32
+        and top_k.shape == logits.shape[:1]
+        and all(x.dtype == torch.float32 and x.is_cpu and x.shape == logits.shape[:1] for x in options)
+    )
+
+
+@SAMPLE.kernel("native", native.missing, accepts=_fits, takes="float32 or bfloat16 logits on CPU")
+def _native(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    inputs = [x.contiguous() for x in (temperature, top_k, top_p, min_p, uniform)]
+    logits = logits.contiguous()
+    odds = torch.empty_like(logits, dtype=torch.float32)
+    tokens = logits.new_empty(logits.shape[0], dtype=torch.int64)
+    pointers = (x.data_ptr() for x in (logits, odds, *inputs, tokens))
+    arguments = abi.Sample(abi.DTYPES[logits.dtype], logits.shape[1], *pointers)
+    _sample(arguments, logits.shape[0], torch.get_num_threads())
+    return tokens
 
 
 def sample(

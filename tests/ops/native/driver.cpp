@@ -22,6 +22,8 @@ std::int32_t treadle_gated_activation(const GatedActivation*, std::int64_t, std:
 std::int32_t treadle_gated_activation_backward(const GatedActivation*, std::int64_t, std::int32_t);
 std::int32_t treadle_rope(const Rope*, std::int64_t, std::int32_t);
 std::int32_t treadle_cross_entropy(const CrossEntropy*, std::int64_t, std::int32_t);
+std::int32_t treadle_cached_attention(const CachedAttention*, std::int64_t, std::int32_t);
+std::int32_t treadle_sample(const Sample*, std::int64_t, std::int32_t);
 }
 
 namespace {
@@ -122,6 +124,55 @@ void losses(DType type, std::int64_t rows, std::int64_t vocabulary, int threads)
   }
 }
 
+void attention(DType type, std::int64_t rows, std::int64_t size, int threads) {
+  constexpr std::int64_t kv_heads = 2, heads = 10, slots = 3, room = 150;
+  if (size > 512) return;
+  Memory q(type, rows * heads * size), out(type, rows * heads * size), sinks(kFloat32, heads);
+  Memory keys(type, slots * room * kv_heads * size), values(type, slots * room * kv_heads * size);
+  std::vector<std::int64_t> table;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (const std::int64_t value : {row, row % slots, row == 0 ? room : 1 + std::rand() % room}) table.push_back(value);
+  }
+  for (const float softcap : {0.0f, 2.0f}) {
+    for (const std::int64_t window : {0, 5, 1000}) {
+      const CachedAttention arguments{type,
+                                      heads,
+                                      kv_heads,
+                                      size,
+                                      room,
+                                      0.3f,
+                                      softcap,
+                                      window,
+                                      q.rows(size),
+                                      out.rows(size),
+                                      keys.data(),
+                                      values.data(),
+                                      reinterpret_cast<const std::int64_t(*)[3]>(table.data()),
+                                      window == 5 ? static_cast<const float*>(sinks.data()) : nullptr};
+      treadle_cached_attention(&arguments, rows, threads);
+    }
+  }
+}
+
+void samples(DType type, std::int64_t rows, std::int64_t vocabulary, int threads) {
+  Memory logits(type, rows * vocabulary), odds(kFloat32, rows * vocabulary);
+  std::vector<float> temperature, top_p, min_p, uniform;
+  std::vector<std::int32_t> top_k;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    temperature.push_back(static_cast<float>(row % 3) * 0.7f);
+    top_p.push_back(row % 2 ? 0.6f : 1.0f);
+    min_p.push_back(row % 5 ? 0.0f : 0.1f);
+    uniform.push_back(static_cast<float>(row % 11) / 10.0f);
+    top_k.push_back(static_cast<std::int32_t>(row % 7));
+  }
+  std::vector<std::int64_t> tokens(static_cast<std::size_t>(rows));
+  const Sample arguments{type,         vocabulary,   logits.data(),  static_cast<float*>(odds.data()), temperature.data(),
+                         top_k.data(), top_p.data(), min_p.data(),   uniform.data(),                   tokens.data()};
+  treadle_sample(&arguments, rows, threads);
+  for (const std::int64_t token : tokens)
+    if (token < 0 || token >= vocabulary) std::abort();
+}
+
 void everything(int threads) {
   for (const std::int64_t rows : kRows) {
     for (const std::int64_t width : kWidths) {
@@ -130,6 +181,8 @@ void everything(int threads) {
         activations(type, rows, width, threads);
         ropes(type, rows, width, threads);
         losses(type, rows, width, threads);
+        samples(type, rows, width, threads);
+        if (rows < 100) attention(type, rows, width, threads);
       }
     }
   }

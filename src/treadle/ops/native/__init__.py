@@ -15,7 +15,7 @@ from pathlib import Path
 
 from treadle.config.errors import UserError, nearest
 
-ABI = 1
+ABI = 2
 NAME = "treadle_native.so"
 
 
@@ -29,14 +29,16 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     found = _files()
     if not found:
         return None, "the library was not built: no C++20 compiler was found when Treadle was installed"
+    # An editable installation has one beside the sources too, where `make native` has built it since.
+    newest = max(found, key=lambda path: path.stat().st_mtime)
     try:
-        library = ctypes.CDLL(str(found[0]))
+        library = ctypes.CDLL(str(newest))
         library.treadle_abi.restype = ctypes.c_int32
         abi = library.treadle_abi()
     except (OSError, AttributeError) as error:
-        return None, f"{found[0]} does not load: {error}"
+        return None, f"{newest} does not load: {error}"
     if abi != ABI:
-        return None, f"{found[0]} is of another version of Treadle (ABI {abi}, not {ABI}); install Treadle again"
+        return None, f"{newest} is of another version of Treadle (ABI {abi}, not {ABI}); install Treadle again"
     library.treadle_variant.restype = ctypes.c_char_p
     library.treadle_runnable.restype = ctypes.c_char_p
     library.treadle_runnable.argtypes = [ctypes.c_int32]

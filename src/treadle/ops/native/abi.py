@@ -53,8 +53,24 @@ CrossEntropy = _structure(
     *_named(_POINTER, "logits targets weights losses"),
 )
 
+CachedAttention = _structure(
+    "CachedAttention",
+    ("type", _I32),
+    *_named(_I64, "heads kv_heads size room"),
+    *_named(_F32, "scale softcap"),
+    ("window", _I64),
+    *_named(Rows, "q out"),
+    *_named(_POINTER, "keys values table sinks"),
+)
+Sample = _structure(
+    "Sample",
+    ("type", _I32),
+    ("vocabulary", _I64),
+    *_named(_POINTER, "logits odds temperature top_k top_p min_p uniform tokens"),
+)
+
 # In the order in which the library's `treadle_size` counts them.
-STRUCTURES = (Rows, RmsNorm, RmsNormBackward, GatedActivation, Rope, CrossEntropy)
+STRUCTURES = (Rows, RmsNorm, RmsNormBackward, GatedActivation, Rope, CrossEntropy, CachedAttention, Sample)
 
 NO_ROWS = (None, 1, 0, 0)
 

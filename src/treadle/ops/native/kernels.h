@@ -13,6 +13,15 @@ struct Rows {
   std::int64_t group, outer, inner;
 };
 
+namespace {  // as in math.h: a copy for each variant
+
+template <class T>
+inline T* row_of(const Rows& rows, std::int64_t row) {
+  return static_cast<T*>(rows.data) + (row / rows.group) * rows.outer + (row % rows.group) * rows.inner;
+}
+
+}  // namespace
+
 struct RmsNorm {
   DType x_type, weight_type;
   std::int64_t width;
@@ -56,6 +65,30 @@ struct CrossEntropy {
   float* losses;
 };
 
+// Rows of new tokens attend over a cache.
+struct CachedAttention {
+  DType type;
+  std::int64_t heads, kv_heads, size;
+  std::int64_t room;                     // how many tokens a cache slot holds
+  float scale, softcap;                  // softcap 0: none
+  std::int64_t window;                   // 0: none
+  Rows q, out;                           // rows are (token, head)
+  const void *keys, *values;             // [slots, room, kv_heads, size]
+  const std::int64_t (*table)[3];        // for each row here: its token, its slot, how many of the slot's keys it sees
+  const float* sinks;                    // [heads], or null
+};
+
+struct Sample {
+  DType type;
+  std::int64_t vocabulary;
+  const void* logits;                    // [rows, vocabulary]
+  float* odds;                           // [rows, vocabulary], scratch
+  const float* temperature;
+  const std::int32_t* top_k;
+  const float *top_p, *min_p, *uniform;
+  std::int64_t* tokens;
+};
+
 // Each function handles rows begin .. end-1. `grad_weight` is float32 and is added to.
 struct Kernels {
   const char* name;
@@ -65,6 +98,8 @@ struct Kernels {
   void (*gated_activation_backward)(const GatedActivation&, std::int64_t begin, std::int64_t end);
   void (*rope)(const Rope&, std::int64_t begin, std::int64_t end);
   void (*cross_entropy)(const CrossEntropy&, std::int64_t begin, std::int64_t end);
+  void (*cached_attention)(const CachedAttention&, std::int64_t begin, std::int64_t end);
+  void (*sample)(const Sample&, std::int64_t begin, std::int64_t end);
 };
 
 }  // namespace treadle
