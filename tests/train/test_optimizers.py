@@ -74,6 +74,8 @@ def test_defaults_depend_on_the_optimizer_and_are_shown_by_the_resolved_settings
     assert (muon.lr, muon.weight_decay) == (0.02, 0.01)
     assert parse_settings(OptimizerSettings, muon.model_dump()) == muon
     assert parse_settings(OptimizerSettings, {"name": "muon", "lr": 0.1}).lr == 0.1
+    as_adamw = parse_settings(OptimizerSettings, {"name": "muon", "lr_scale": "rms"})
+    assert (as_adamw.lr, as_adamw.weight_decay) == (3e-4, 0.1)
 
 
 @pytest.mark.parametrize(

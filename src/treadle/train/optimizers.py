@@ -23,7 +23,7 @@ from treadle.train.muon import Muon, is_hidden_matrix
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 # Where a setting is left out, what it is for this optimizer: Muon's update has the norm of an orthogonal matrix, so
-# its rate and decay are of another size (the values of Jordan 2024).
+# its rate and decay are of another size (the values of Jordan 2024) unless lr_scale makes them AdamW's.
 DEFAULTS: Mapping[str, Mapping[str, float]] = {"muon": {"lr": 0.02, "weight_decay": 0.01}}
 
 
@@ -58,7 +58,7 @@ class OptimizerSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_name(cls, tree: Any) -> Any:
-        if isinstance(tree, Mapping):
+        if isinstance(tree, Mapping) and tree.get("lr_scale") != "rms":
             return {**DEFAULTS.get(str(tree.get("name")), {}), **tree}
         return tree
 
