@@ -7,9 +7,10 @@ probability and gives nothing (gpt-oss). The references work on blocks of query 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -186,23 +187,54 @@ PACKED_ATTENTION = Operator(
 )
 
 
-# PyTorch's blockwise CPU attention. It knows grouped heads, and takes sequences of equal length as one batch.
+# PyTorch's blockwise CPU attention. It knows grouped heads and takes a batch of sequences of one length. It compiles
+# its matrix products for each length that it meets (oneDNN keeps about a thousand of them, a megabyte each), and texts
+# have all lengths: so sequences are padded to few lengths and those of one length go as one batch. Padding is behind
+# a sequence's last row, where no row of it looks.
+
+PADDED_TO = 64
 
 
-def _runs(starts: Tensor, rows: int) -> Iterator[tuple[slice, int]]:
-    """Yield runs of neighbouring sequences of equal length: their rows and how many sequences they are."""
-    run: slice | None = None
-    count = 0
-    for sequence in _sequences(starts, rows):
-        length = sequence.stop - sequence.start
-        if run is not None and (run.stop - run.start) // count == length:
-            run, count = slice(run.start, sequence.stop), count + 1
-            continue
-        if run is not None:
-            yield run, count
-        run, count = sequence, 1
-    if run is not None:
-        yield run, count
+class _Batch(NamedTuple):
+    """Sequences of one padded length: the row of each of their places, and the places that are no padding."""
+
+    rows: Int[Tensor, "count length"]
+    real_places: Int[Tensor, " real"]
+    real_rows: Int[Tensor, " real"]
+
+    def gather(self, x: Float[Tensor, "T H *E"]) -> Float[Tensor, "count H length *E"]:
+        return x[self.rows].transpose(1, 2)
+
+    def scatter(self, part: Float[Tensor, "count H length *E"], out: Float[Tensor, "T H *E"]) -> None:
+        out[self.real_rows] = part.transpose(1, 2).flatten(0, 1)[self.real_places]
+
+
+def _batches(starts: Tensor, rows: int) -> list[_Batch]:
+    return _make_batches(tuple((sequence.start, sequence.stop) for sequence in _sequences(starts, rows)))
+
+
+# Every layer's forward and backward pass asks for the same few.
+@functools.lru_cache(maxsize=64)
+def _make_batches(sequences: tuple[tuple[int, int], ...]) -> list[_Batch]:
+    by_length: dict[int, list[tuple[int, int]]] = {}
+    for begin, end in sequences:
+        length = end - begin
+        padded = -(-length // PADDED_TO) * PADDED_TO if length > PADDED_TO else 1 << (length - 1).bit_length()
+        by_length.setdefault(padded, []).append((begin, end))
+    batches = []
+    for length, members in sorted(by_length.items()):
+        begins, ends = torch.tensor(members).unbind(1)
+        unpadded = begins[:, None] + torch.arange(length)
+        real = (unpadded < ends[:, None]).flatten().nonzero()[:, 0]
+        # A padding place repeats the sequence's last row, so that what is computed there is finite where that row is.
+        batches.append(_Batch(torch.minimum(unpadded, ends[:, None] - 1), real, unpadded.flatten()[real]))
+    return batches
+
+
+def _one_length(starts: Tensor) -> int:
+    """Return how many sequences there are where all are of one length, else 0: those need no copy."""
+    lengths = set(torch.diff(starts).tolist())
+    return len(starts) - 1 if len(lengths) == 1 and lengths != {0} else 0
 
 
 def fits_flash(
@@ -218,9 +250,14 @@ def fits_flash(
     )
 
 
-def _batched(x: Tensor, rows: slice, count: int) -> Tensor:
-    """Return rows of [T, H, E] as [count, H, length, E]."""
-    return x[rows].view(count, -1, *x.shape[1:]).transpose(1, 2)
+def _batched(x: Tensor, count: int) -> Tensor:
+    """Return [T, H, ...] as [count, H, length, ...], a view."""
+    return x.view(count, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _flattened(x: Tensor) -> Tensor:
+    """Return [count, H, length, ...] as [T, H, ...]."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 _FLASH_TAKES = "float32 or bfloat16 on CPU; no soft cap, no sinks, no window shorter than the longest sequence"
@@ -235,21 +272,18 @@ _FLASH_TAKES = "float32 or bfloat16 on CPU; no soft cap, no sinks, no window sho
     takes=_FLASH_TAKES,
 )
 def _flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, scale: float, *_: Any) -> Any:
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    parts = []
-    for rows, count in _runs(starts, q.shape[0]):
-        batch = (_batched(x, rows, count) for x in (q, k, v))
-        part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, True, scale=scale)
-        parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
-    if not parts:
-        return like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    out, normalizer = (_joined(group) for group in zip(*parts, strict=True))
+    batches = _batches(starts, q.shape[0])
+    if count := _one_length(starts):
+        batch = (_batched(x.contiguous(), count) for x in (q, k, v))
+        out, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, True, scale=scale)
+        return _flattened(out), _flattened(normalizer)
+    out, normalizer = like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for batch in batches:
+        inputs = (batch.gather(x) for x in (q, k, v))
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)
+        batch.scatter(parts[0], out)
+        batch.scatter(parts[1], normalizer)
     return out, normalizer
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """Return the rows of all parts, without a copy where there is one part (its memory is in row order already)."""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 @PACKED_ATTENTION_BACKWARD.kernel(
@@ -272,18 +306,21 @@ def _flash_backward(
     scale: float,
     *_: Any,
 ) -> Any:
-    grad, q, k, v = grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
-    parts = []
-    for rows, count in _runs(starts, q.shape[0]):
-        batch = (_batched(x, rows, count) for x in (grad, q, k, v, out))
-        total = normalizer[rows].view(count, -1, q.shape[1]).transpose(1, 2)
-        part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *batch, total, 0.0, True, scale=scale
-        )
-        parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
-    if not parts:
-        return like(q), like(k), like(v), q.new_empty(0)
-    return *(_joined(group) for group in zip(*parts, strict=True)), q.new_empty(0)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    batches = _batches(starts, q.shape[0])
+    if count := _one_length(starts):
+        inputs = (_batched(x.contiguous(), count) for x in (grad, q, k, v, out, normalizer))
+        return *map(_flattened, backward(*inputs, 0.0, True, scale=scale)), q.new_empty(0)
+    grads = like(q), like(k), like(v)
+    for batch in batches:
+        # A padding row of the queries sees real keys; its gradient must be zero.
+        grad_out = grad.new_zeros(*batch.rows.shape, *grad.shape[1:])
+        grad_out.flatten(0, 1)[batch.real_places] = grad[batch.real_rows]
+        inputs = (batch.gather(x) for x in (q, k, v, out, normalizer))
+        parts = backward(grad_out.transpose(1, 2), *inputs, 0.0, True, scale=scale)
+        for part, whole in zip(parts, grads, strict=True):
+            batch.scatter(part, whole)
+    return *grads, q.new_empty(0)
 
 
 def packed_attention(
