@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 SYNC_SECONDS = 2.0
 IN_PROCESS_BYTES = 1 << 20
-# What compressed text grows to, about: only to choose how much of it a tokenizer is trained on.
-COMPRESSION = 4
+POLICIES = ("invalid_utf8", "bad_records")
 # Settings that leave the tokens as they are, or are known by what they lead to.
 NOT_DECISIVE = {"sources", "exclude", "out", "workers", "overwrite", "tokenizer"}
 
@@ -145,14 +144,8 @@ def _run(
     writers = {
         split: SplitWriter(out, split, dtype, settings.shard_tokens, journal.splits.get(split)) for split in SPLITS
     }
-    work = TokenizeSettings(
-        text_field=settings.text_field,
-        validation=settings.validation,
-        invalid_utf8=settings.invalid_utf8,
-        bad_records=settings.bad_records,
-        bos_id=bos_id,
-        eos_id=eos_id,
-    )
+    chosen = {key: getattr(settings, key) for key in ("text_field", "validation", *POLICIES)}
+    work = TokenizeSettings(**chosen, bos_id=bos_id, eos_id=eos_id)
     try:
         journal = _tokenize(settings, found, journal, writers, work, tokenizer)
         if not any(writer.tokens or writer.closed for writer in writers.values()):
@@ -265,26 +258,32 @@ def _tokenizer(settings: PrepareSettings, given: Tokenizer | None, found: list[S
 
 
 def _sampled_texts(settings: PrepareSettings, found: list[Source]) -> Iterator[str]:
-    """Yield about `tokenizer_bytes` of the training documents, evenly from all sources, the same ones every time."""
-    compressed = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".parquet")
-    sizes = [(source.bytes or 0) * (COMPRESSION if source.name.endswith(compressed) else 1) for source in found]
-    every = max(1, math.ceil(sum(sizes) / settings.tokenizer_bytes))
+    """Yield at most `tokenizer_bytes` of the training documents, evenly from all sources, the same ones every time.
+
+    Every n-th block is kept, and n doubles whenever that has become too much: one pass, in memory of that size.
+    """
     read = ReadSettings(**{key: getattr(settings, key) for key in ReadSettings.model_fields})
-    work = TokenizeSettings(
-        text_field=settings.text_field,
-        validation=settings.validation,
-        invalid_utf8=settings.invalid_utf8,
-        bad_records=settings.bad_records,
-    )
-    left = settings.tokenizer_bytes
-    for number, block in enumerate(read_blocks(found, read)):
-        if number % every == 0:
-            for split, text in texts_of(block.pieces, work):
-                if split == "train":
-                    yield text
-                    left -= len(text)
-        if left <= 0:
-            return
+    work = TokenizeSettings(**{key: getattr(settings, key) for key in ("text_field", "validation", *POLICIES)})
+    kept: list[list[str]] = []
+    every, number, size = 1, 0, 0
+    total = sum(source.bytes or 0 for source in found)
+    with progress("Reading text for the tokenizer", total=total or None, unit="B") as step:
+        position = 0
+        for block in read_blocks(found, read):
+            step(block.position - position)
+            position = block.position
+            texts = [text for split, text in texts_of(block.pieces, work) if split == "train"]
+            if not texts:
+                continue
+            if number % every == 0:
+                kept.append(texts)
+                size += sum(map(len, texts))
+            number += 1
+            while size > settings.tokenizer_bytes and len(kept) > 1:
+                kept, every = kept[::2], 2 * every
+                size = sum(len(text) for texts in kept for text in texts)
+    for texts in kept:
+        yield from texts
 
 
 def _ends(settings: PrepareSettings, tokenizer: Tokenizer) -> tuple[int | None, int | None]:

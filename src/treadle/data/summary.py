@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
@@ -23,7 +24,8 @@ def print_prepared(report: PreparedReport) -> None:
     """Print what was made and what to do next."""
     console, manifest = Console(highlight=False), report.manifest
     if report.reused:
-        console.print(Text(f"{report.folder} is there already, made from the same sources and settings"))
+        said = f"{report.folder} is there already, made from the same sources and settings"
+        console.print(Text(said), soft_wrap=True)
     table = _facts()
     for name, split in manifest.splits.items():
         size = amount_text(split.bytes, "B")
@@ -32,7 +34,7 @@ def print_prepared(report: PreparedReport) -> None:
     total = sum(split.bytes for split in manifest.splits.values())
     tokens = sum(split.tokens for split in manifest.splits.values())
     table.add_row("density", f"{total / max(tokens, 1):.2f} bytes a token")
-    if not report.reused and report.seconds:
+    if not report.reused and total > 1e6:
         table.add_row("speed", f"{total / 1e6 / report.seconds:.1f} MB/s of text, {report.seconds:.1f} s to tokenize")
     console.print(table)
     for note in report.notes:
@@ -46,8 +48,14 @@ def print_inspected(corpus: Corpus, found: Statistics, verified: bool) -> None:
     console.print(Rule(Text(f"{corpus.folder} · {corpus.split}", style="bold"), align="left", style="dim"))
     console.print(_overview(corpus, found, verified))
     console.print()
+    q = found.lengths
+    console.print(Text("Tokens a document", style="bold"), end="")
+    console.print(
+        f": {q['shortest']:,} to {q['longest']:,}, median {q['median']:,}, four of five {q['p10']:,} to {q['p90']:,}"
+    )
     console.print(_histogram(found))
     console.print()
+    console.print(Text("Most frequent tokens", style="bold"))
     console.print(_frequent(found))
     for sample in found.samples:
         _print_sample(console, corpus, sample)
@@ -82,13 +90,7 @@ def _overview(corpus: Corpus, found: Statistics, verified: bool) -> Table:
 
 
 def _histogram(found: Statistics) -> Table:
-    q = found.lengths
-    title = (
-        f"Tokens a document: {q['shortest']:,} to {q['longest']:,}, median {q['median']:,}, "
-        f"most {q['p10']:,} to {q['p90']:,}"
-    )
     table = Table.grid(padding=(0, 1))
-    table.title, table.title_style, table.title_justify = title, "bold", "left"
     for justify in ("right", "left", "right"):
         table.add_column(justify=justify, no_wrap=True)
     rows = found.histogram
@@ -107,14 +109,12 @@ def _bar(share: float) -> str:
     return BAR[-1] * (eighths // 8) + (BAR[eighths % 8 - 1] if eighths % 8 else "")
 
 
-def _frequent(found: Statistics) -> Text:
-    text = Text("Most frequent tokens\n", style="")
-    text.stylize("bold", 0, len(text))
-    for number, (_, token, share) in enumerate(found.frequent):
-        text.append(" " if number else "")
-        text.append(_visible(token), style="reverse")
-        text.append(f"\N{NO-BREAK SPACE}{100 * share:.1f}%", style="dim")
-    return text
+def _frequent(found: Statistics) -> Columns:
+    items = []
+    for _, token, share in found.frequent:
+        text = Text(_visible(token), style="reverse", overflow="ellipsis", no_wrap=True)
+        items.append(text.append(f" {100 * share:.1f}%", style="not reverse dim"))
+    return Columns(items, padding=(0, 2), equal=True, column_first=True)
 
 
 def _visible(token: str) -> str:
