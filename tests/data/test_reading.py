@@ -268,11 +268,11 @@ def sentencepiece_like() -> Tokenizer:
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "sentencepiece"])
 def test_long_documents_are_cut_only_where_the_tokens_do_not_tell(tmp_path: Path, kind: str) -> None:
     from treadle.data.prepare import _safe_cut
-    from treadle.model.tokenizer_train import SPLIT
+    from treadle.model.tokenizer_build import LLAMA3_SPLIT
 
     tokenizer = {
         "gpt2": lambda: byte_level(None),
-        "llama3": lambda: byte_level(SPLIT),
+        "llama3": lambda: byte_level(LLAMA3_SPLIT),
         "sentencepiece": sentencepiece_like,
     }[kind]()
     text = random_text(11, 3 * BLOCK_BYTES)
