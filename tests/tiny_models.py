@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import torch
@@ -187,3 +188,68 @@ def some_tokens(count: int, seed: int = 1) -> torch.Tensor:
 def packed(*lengths: int) -> PackedContext:
     """Return the context of sequences of these lengths."""
     return PackedContext.of_lengths(list(lengths))
+
+
+def random_config(seed: int) -> dict[str, Any]:
+    """Return the config.json of a random tiny model: any family, odd sizes, every switch, every RoPE kind."""
+    random = Random(seed)
+    family = random.choice(["llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+    kv_heads = random.randint(1, 3)
+    heads, head_size = kv_heads * random.randint(1, 3), 2 * random.randint(2, 12)
+    divisible = family in ("llama", "gemma2", "gemma3_text")
+    window, maybe = random.randint(1, 40), [random.random() < 0.5 for _ in range(4)]
+    config = tiny(
+        family,
+        hidden_size=heads * random.randint(2, 12) if divisible else random.randint(8, 70),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_size,
+        num_hidden_layers=random.randint(1, 4),
+        intermediate_size=random.randint(3, 90),
+        tie_word_embeddings=maybe[0],
+        max_position_embeddings=random.randint(2, 64),
+        rms_norm_eps=10 ** random.uniform(-7, -2),
+        rope_parameters=_random_rope(random, head_size),
+    )
+    gemma = family.startswith("gemma")
+    activations = ["gelu_pytorch_tanh", "gelu", "silu"] if gemma else ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
+    config["hidden_activation" if gemma else "hidden_act"] = random.choice(activations)
+    if family not in ("mistral", "qwen2"):
+        config["attention_bias"] = maybe[1]
+    if family in ("llama", "smollm3"):
+        config["mlp_bias"] = maybe[2]
+    if family in ("mistral", "gemma2", "gemma3_text"):
+        config["sliding_window"] = window if gemma or maybe[3] else None
+    elif family != "llama":
+        config |= {"use_sliding_window": maybe[3], "sliding_window": window}
+    if family in ("qwen2", "qwen3"):
+        config["max_window_layers"] = random.randint(0, 4)
+    if family == "smollm3":
+        config["no_rope_layer_interval"] = random.randint(1, 4)
+    if gemma:
+        config["query_pre_attn_scalar"] = random.randint(1, 300)
+        config["final_logit_softcapping"] = random.choice([None, random.uniform(0.5, 50)])
+    if family == "gemma2":
+        config["attn_logit_softcapping"] = random.choice([None, random.uniform(0.5, 50)])
+    if family == "gemma3_text":
+        config["sliding_window_pattern"] = random.randint(1, 4)
+        local = _random_rope(random, head_size)
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    return config
+
+
+def _random_rope(random: Random, head_size: int) -> dict[str, Any]:
+    kind = random.choice(["default", "linear", "dynamic", "llama3", "yarn", "longrope"])
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": random.choice([10.0, 100.0, 1e4, 1e6])}
+    if kind in ("linear", "dynamic", "llama3", "yarn"):
+        rope["factor"] = random.uniform(1, 9)
+    if kind in ("llama3", "yarn", "longrope"):
+        rope["original_max_position_embeddings"] = random.randint(2, 40)
+    if kind == "llama3":
+        rope |= {"low_freq_factor": random.uniform(0.5, 2), "high_freq_factor": random.uniform(2.5, 8)}
+    if kind == "yarn":
+        extra = {"attention_factor": (0.5, 2), "beta_fast": (4, 50), "mscale": (0.1, 2), "mscale_all_dim": (0.1, 2)}
+        rope |= {key: random.uniform(*span) for key, span in extra.items() if random.random() < 0.4}
+    if kind == "longrope":
+        rope |= {f"{name}_factor": [random.uniform(1, 9) for _ in range(head_size // 2)] for name in ("short", "long")}
+    return rope

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from tests.tiny_models import ROPE, SIZES, TINY, ours_of, packed, reference_of, some_tokens, tiny
+from tests.tiny_models import ROPE, SIZES, TINY, ours_of, packed, random_config, reference_of, some_tokens, tiny
 from treadle.config import UserError
 from treadle.model.families import (
     families,
@@ -57,6 +57,15 @@ def test_logits_and_gradients_equal_the_reference(name: str) -> None:
         assert ours_grad is not None and grad is not None
         # Summed in another order over tokens and vocabulary: 1e-4 of the largest element is the figure asked for.
         assert (ours_grad - grad).abs().max() <= 1e-4 * grad.abs().max() + rounding, our_name
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_logits_of_random_models(seed: int) -> None:
+    config = random_config(seed)
+    reference, tokens = reference_of(config, seed), some_tokens(1 + seed * 7 % 60, seed)
+    with torch.no_grad():
+        expected, logits = reference(tokens[None]).logits[0], ours_of(reference, config)(tokens, packed(len(tokens)))
+    assert (logits - expected).abs().max() <= LOGITS * (expected.max() - expected.min()), config
 
 
 @pytest.mark.parametrize("name", TINY)
