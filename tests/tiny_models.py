@@ -212,7 +212,7 @@ def random_config(seed: int) -> dict[str, Any]:
         rope_parameters=_random_rope(random, head_size),
     )
     gemma = family.startswith("gemma")
-    activations = ["gelu_pytorch_tanh", "gelu", "silu"] if gemma else ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
+    activations = ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2"]
     config["hidden_activation" if gemma else "hidden_act"] = random.choice(activations)
     if family not in ("mistral", "qwen2"):
         config["attention_bias"] = maybe[1]

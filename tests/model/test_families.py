@@ -199,7 +199,7 @@ WRONG = [
     (tiny("llama", rms_norm_eps=0), "rms_norm_eps"),
     (tiny("llama", rms_norm_eps=float("nan")), "rms_norm_eps"),
     (tiny("llama", tie_word_embeddings="false"), "true or false"),
-    (tiny("llama", hidden_act="relu"), "hidden_act must be silu"),
+    (tiny("llama", hidden_act="tanh"), "hidden_act must be silu"),
     (tiny("llama", attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     (tiny("llama", quantization_config={"quant_method": "gptq"}), "quantized"),
     (tiny("llama", rope_scaling={"type": "mrope"}), "RoPE of type 'mrope' is not supported"),

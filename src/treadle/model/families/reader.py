@@ -21,6 +21,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 
 # They say how a checkpoint was made, sampled from or trained; they change no weight and no arithmetic of the model.
