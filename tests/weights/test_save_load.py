@@ -159,6 +159,15 @@ def test_the_tokenizer_decides_the_special_tokens(tmp_path: Path) -> None:
         load_tokenizer(tmp_path, vocabulary=5)
 
 
+@pytest.mark.parametrize("pad", [-1, 101, "2", [3, 500]])
+def test_special_tokens_that_are_none(pad: Any, tmp_path: Path) -> None:
+    spec = read_spec(tiny("llama", pad_token_id=pad))
+    model = Transformer(spec)
+    model.initialize(seed=0)
+    save_model(tmp_path, spec, model.state_dict())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.pad_token_id is None
+
+
 def test_a_family_default_beyond_the_vocabulary_is_not_saved(tmp_path: Path) -> None:
     """SmolLM3's default padding token is 128004, which Transformers refuses for a smaller vocabulary."""
     config = tiny("smollm3")

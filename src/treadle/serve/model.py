@@ -86,18 +86,16 @@ class Model:
             return engine.generate([prompt.tolist() if isinstance(prompt, Tensor) else prompt], settings)[0]
 
     def save(self, folder: str | Path) -> None:
-        """Write a Hugging Face model directory that Transformers, vLLM and Treadle load as it is.
+        """Write a Hugging Face model directory that Transformers, vLLM and Treadle load as it is; adapters are merged.
 
         Raises UserError where `folder` exists and is not empty, TreadleError when the disk is full.
         """
         from treadle.config.files import atomic_folder
+        from treadle.model.lora import merged_state
         from treadle.weights.save import save_model
 
         with atomic_folder(folder) as aside:
-            state = {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
-            save_model(aside, self.spec, state)
-            if self.tokenizer is not None:
-                self.tokenizer.save(aside)
+            save_model(aside, self.spec, merged_state(self.module), self.tokenizer)
 
     def __repr__(self) -> str:
         count = self.spec.parameters_count()

@@ -74,9 +74,13 @@ def saved_config(spec: ModelSpec, dtype: torch.dtype, tokenizer: Tokenizer | Non
     for role in ROLES:
         # A family's default that this vocabulary does not have; Transformers would refuse such a padding token.
         ids = config.get(role)
-        if any(index >= spec.vocabulary for index in (ids if isinstance(ids, list) else [ids or 0])):
+        if not all(_is_token(index, spec.vocabulary) for index in (ids if isinstance(ids, list) else [ids])):
             config[role] = None
     return config
+
+
+def _is_token(index: Any, vocabulary: int) -> bool:
+    return isinstance(index, int) and 0 <= index < vocabulary
 
 
 def _write_weights(
