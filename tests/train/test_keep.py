@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.train.runs import TINY, run_settings, write_run_corpus
-from treadle.config import TreadleError, UserError
+from treadle.config import TreadleError, UserError, parse_settings
 from treadle.train.api import train
 from treadle.train.checkpoints import latest_good, open_checkpoint, writer
 from treadle.train.checkpoints.format import steps_in
+from treadle.train.settings import RunSettings
 from treadle.train.sinks import read_metrics
 
 
@@ -90,6 +91,14 @@ def test_a_run_that_reached_its_target_is_found_finished(tmp_path: Path, run_cor
     for _ in range(2):
         train(tree)
         assert steps_in(tmp_path / "checkpoints") == [2]
+
+
+def test_a_checkpoint_records_what_it_was_made_with(tmp_path: Path, run_corpus: Path) -> None:
+    tree = short(tmp_path, run_corpus, steps=1)
+    train(tree)
+    state = open_checkpoint(tmp_path / "checkpoints" / "latest").state
+    assert state["plan"] == {"dp_replicate": 1, "dp_shard": 1}
+    assert parse_settings(RunSettings, state["settings"]) == parse_settings(RunSettings, tree)
 
 
 def test_the_cost_of_a_checkpoint_is_in_the_metrics(tmp_path: Path, run_corpus: Path) -> None:

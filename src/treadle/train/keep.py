@@ -32,10 +32,15 @@ from treadle.weights.adapter import save_adapter
 
 
 class Keeper:
-    """Saves and restores the state of the run in `run`; every rank calls each method at the same step."""
+    """Saves and restores the state of the run in `run`; every rank calls each method at the same step.
 
-    def __init__(self, run: Path, settings: CheckpointSettings, tokenizer: Tokenizer) -> None:
-        self.run, self.settings, self.tokenizer = run, settings, tokenizer
+    `made_with` is plain data that every checkpoint records for people: the plan and the resolved settings.
+    """
+
+    def __init__(
+        self, run: Path, settings: CheckpointSettings, tokenizer: Tokenizer, made_with: Mapping[str, Any]
+    ) -> None:
+        self.run, self.settings, self.tokenizer, self.made_with = run, settings, tokenizer, made_with
         self.writer = CheckpointWriter(run, settings)
 
     def restore(self, state: TrainState) -> bool:
@@ -81,7 +86,12 @@ class Keeper:
             spec=state.model.spec,
             weights=state.weights(),
             tensors={"optimizer": state.optimizer_tensors(), "adapter": state.adapter_tensors()},
-            state={"run": state.scalars(), "optimizer": type(state.optimizer).__name__, **adapter_record(state)},
+            state={
+                "run": state.scalars(),
+                "optimizer": type(state.optimizer).__name__,
+                **adapter_record(state),
+                **self.made_with,
+            },
             tokenizer=self.tokenizer,
             beside=peft_writer(state.model.spec, state.lora, state.base) if state.lora is not None else None,
         )

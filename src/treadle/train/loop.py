@@ -48,7 +48,8 @@ class Run:
         self.cut = batching(settings, mesh.size)
         self.state = build_state(settings, feed, mesh)
         self.total = total_steps(settings, self.state.model.spec.parameters_count())
-        self.keeper = Keeper(settings.run, settings.checkpoint, feed.tokenizer)
+        made_with = {"plan": mesh.plan.axes(), "settings": settings.model_dump(mode="json", by_alias=True)}
+        self.keeper = Keeper(settings.run, settings.checkpoint, feed.tokenizer, made_with)
         self.reporter = Reporter(settings, mesh, self.total)
         self.data: Generator[list[PackedBatch]] | None = None
         self.loss: float | None = None
