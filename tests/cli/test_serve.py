@@ -104,22 +104,34 @@ def test_patience_has_an_end(tiny_model: Path, ask: signal.Signals, tmp_path: Pa
         stuck.sendall(HEAD + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
         assert stuck.recv(12) == b"HTTP/1.1 200"
         process.child.send_signal(ask)
-        assert process.end()[0] == 0
+        code, err = process.end()
+        assert code == 0 and err.count("\n") == 1, "no traceback"
         stuck.close()
+
+
+def test_requests_that_do_not_finish_in_time_are_told(tiny_model: Path) -> None:
+    with serving(str(tiny_model), "--port", "0", "--shutdown-timeout", "0", "--max-num-seqs", "1") as (process, url):
+        connection, response = stream(url, n=128, max_tokens=100)
+        process.child.send_signal(signal.SIGTERM)
+        events = response.read().decode().strip().split("\n\n")
+        assert "closed" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        assert events[-1] == "data: [DONE]"
+        code, err = process.end()
+        assert code == 0 and err.count("\n") == 1, "no traceback"
+        connection.close()
 
 
 def test_asked_twice_it_waits_for_nothing(tiny_model: Path) -> None:
     with serving(str(tiny_model), "--port", "0", "--shutdown-timeout", "1000", "--max-num-seqs", "1") as (process, url):
         host, port = url.removeprefix("http://").split(":")
         idle = socket.create_connection((host, int(port)))
-        idle.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        )
+        idle.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")  # a body that never comes
         connection, _ = stream(url, max_tokens=5)  # once this is answered, the request before it is being read
         process.child.send_signal(signal.SIGINT)
         assert process.child.stderr is not None and "Stopping" in process.child.stderr.readline()
         process.child.send_signal(signal.SIGINT)
-        assert process.end()[0] == 0
+        code, err = process.end()
+        assert code == 0 and err == ""
         connection.close()
         idle.close()
 

@@ -370,9 +370,11 @@ def test_an_engine_that_failed_is_not_healthy(model: Model, monkeypatch: pytest.
 
 def test_too_many_waiting_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treadle.serve.api.app.MAX_WAITING", 3)
-    answer = served.http.post("/v1/completions", json={"prompt": "x", "n": 4})
+    assert "4 answers in one request; at most 3" in served.error("/v1/completions", 400, prompt="x", n=4)["message"]
+    monkeypatch.setattr(served.engine.stats, "waiting", 2)
+    answer = served.http.post("/v1/completions", json={"prompt": "x", "n": 2})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-    assert "wait already" in answer.json()["error"]["message"]
+    assert "2 requests wait already" in answer.json()["error"]["message"]
 
 
 def test_the_engine_serves_python_beside_http(served: Served) -> None:

@@ -85,7 +85,7 @@ def _serve(
         for line in engine_summary(engine):
             print(line, flush=True)
         ready = [f"Serving {', '.join(names)} at {address_of(opened)} (OpenAI's API below /v1)"]
-        run_server(create_app(engine, names, api_key or None), opened, ready, shutdown_timeout)
+        run_server(create_app(engine, names, api_key or None), engine, opened, ready, shutdown_timeout)
     print("Stopped.", flush=True)
 
 

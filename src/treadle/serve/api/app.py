@@ -67,6 +67,8 @@ class Server:
         """Hand the prompts to the engine. Raises ApiError where it refuses them or too many wait already."""
         if self.engine.failure:
             raise ApiError(503, self.engine.failure)
+        if len(prompts) * settings.n > MAX_WAITING:
+            raise ApiError(400, f"{len(prompts) * settings.n} answers in one request; at most {MAX_WAITING}", "n")
         if self.engine.stats.waiting + len(prompts) * settings.n > MAX_WAITING:
             raise ApiError(503, f"{self.engine.stats.waiting} requests wait already; try again later")
         try:

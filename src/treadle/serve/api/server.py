@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import logging
+import math
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Generator, Sequence
 from types import FrameType
 
@@ -16,6 +19,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from treadle.config import UserError
+from treadle.serve.engine import Engine
+
+SECONDS_TO_SAY_SO = 2
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -64,9 +70,9 @@ def is_loopback(opened: socket.socket) -> bool:
 class _Server(uvicorn.Server):
     """Uvicorn, which would end by the signal that stopped it; here that is a good end, with exit code 0."""
 
-    def __init__(self, config: uvicorn.Config, ready: Sequence[str]) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine, ready: Sequence[str], patience: float) -> None:
         super().__init__(config)
-        self.ready = ready
+        self.engine, self.ready, self.patience = engine, ready, patience
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -85,14 +91,24 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop; asked again, stop without waiting."""
-        if self.should_exit:
-            self.force_exit = True
-        else:
+        again, self.should_exit = self.should_exit, True
+        self.force_exit = again
+        # In a thread of its own: a handler runs in the middle of anything, the engine's lock may be held.
+        patience = 0.0 if again else self.patience
+        threading.Thread(target=self._end_requests, args=(patience,), daemon=True).start()
+        if not again:
             print("Stopping: no new requests; asked again, nothing more is waited for.", file=sys.stderr, flush=True)
-        self.should_exit = True
+
+    def _end_requests(self, patience: float) -> None:
+        """Let requests finish, then end the rest with an error that their clients can read."""
+        self.engine.close(patience)
+        # Whoever still holds a connection open reads nothing; cutting it is no error of ours to report.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
-def run_server(app: FastAPI, opened: socket.socket, ready: Sequence[str], shutdown_timeout: float) -> None:
+def run_server(
+    app: FastAPI, engine: Engine, opened: socket.socket, ready: Sequence[str], shutdown_timeout: float
+) -> None:
     """Serve until SIGTERM or Ctrl-C, then let running requests finish for `shutdown_timeout` seconds.
 
     `ready` is printed once requests are answered.
@@ -102,9 +118,8 @@ def run_server(app: FastAPI, opened: socket.socket, ready: Sequence[str], shutdo
         log_config=None,
         access_log=False,
         lifespan="off",
-        # Uvicorn waits whole seconds; 0 would mean forever.
-        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+        # When the engine's time is up, answers that say so must still get out.
+        timeout_graceful_shutdown=math.ceil(shutdown_timeout) + SECONDS_TO_SAY_SO,
         server_header=False,
     )
-    server = _Server(config, ready)
-    asyncio.run(server.serve(sockets=[opened]))
+    asyncio.run(_Server(config, engine, ready, shutdown_timeout).serve(sockets=[opened]))
