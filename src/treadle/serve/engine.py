@@ -275,8 +275,8 @@ class Engine:
             for request in self._arrivals:
                 self._core.add(request)
             self._arrivals.clear()
+            self._cancellations = False
             stopping = self._stopping
-        self._cancellations = False
         self._core.drop_cancelled()
         return not stopping
 
