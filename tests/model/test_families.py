@@ -243,7 +243,7 @@ def test_wrong_configs_are_refused_by_name(config: dict[str, Any], message: str)
 
 def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/extending.md says: one file and an entry point, nothing of ours is touched."""
-    package = tmp_path / "weaver"
+    package = tmp_path / "shuttle"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "family.py").write_text(
@@ -251,14 +251,14 @@ def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "from treadle.model.families.base import Family, decoder_names\n"
         "def read(config):\n"
         "    return llama.read({**config, 'model_type': 'llama', 'rope_theta': 77.0})\n"
-        "FAMILY = Family('weaver', 'WeaverForCausalLM', read, decoder_names)\n"
+        "FAMILY = Family('shuttle', 'ShuttleForCausalLM', read, decoder_names)\n"
     )
-    info = tmp_path / "weaver-1.0.dist-info"
+    info = tmp_path / "shuttle-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weaver\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[treadle.families]\nweaver = weaver.family:FAMILY\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shuttle\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[treadle.families]\nshuttle = shuttle.family:FAMILY\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "weaver" in families.names()
-    spec = read_spec(tiny("weaver"))
+    assert "shuttle" in families.names()
+    spec = read_spec(tiny("shuttle"))
     rope = spec.layers[0].attention.rope
     assert rope is not None and rope.theta == 77.0
