@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import AutoConfig, GenerationConfig
 from tests.tiny_models import ROPE, SIZES, TINY, ours_of, packed, random_config, reference_of, some_tokens, tiny
 from treadle.config import UserError
 from treadle.model.families import (
-    families,
     family_of,
     gemma2,
     gemma3,
@@ -239,26 +237,3 @@ def test_wrong_configs_are_refused_by_name(config: dict[str, Any], message: str)
         read_spec(config)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/extending.md says: one file and an entry point, nothing of ours is touched."""
-    package = tmp_path / "shuttle"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "family.py").write_text(
-        "from treadle.model.families import llama\n"
-        "from treadle.model.families.base import Family, decoder_names\n"
-        "def read(config):\n"
-        "    return llama.read({**config, 'model_type': 'llama', 'rope_theta': 77.0})\n"
-        "FAMILY = Family('shuttle', 'ShuttleForCausalLM', read, decoder_names)\n"
-    )
-    info = tmp_path / "shuttle-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shuttle\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[treadle.families]\nshuttle = shuttle.family:FAMILY\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "shuttle" in families.names()
-    spec = read_spec(tiny("shuttle"))
-    rope = spec.layers[0].attention.rope
-    assert rope is not None and rope.theta == 77.0
