@@ -81,6 +81,13 @@ def test_the_environment_limits_the_choice(double: Operator, monkeypatch: pytest
     assert registry.refusal(double.kernels[0]) == "TREADLE_KERNELS=reference leaves it out"
 
 
+def test_an_unknown_kernel_in_the_environment_is_refused(double: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_kernel(double, "fast", 4)
+    monkeypatch.setenv("TREADLE_KERNELS", "fats")
+    with pytest.raises(UserError, match=r"unknown kernel 'fats', did you mean 'fast'"):
+        double(torch.ones(1))
+
+
 def test_the_listing_says_what_runs_and_why_not(double: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     from treadle.ops import listing as module
 

@@ -16,7 +16,7 @@ from treadle.ops.registry import Operator
 from treadle.ops.tensors import like
 
 # From this many new rows on, a sequence's attention is a matrix product rather than a read of its cache.
-LONG_ROWS = 5
+LONG_ROWS = 4
 # As in native/attention.h.
 MOST_HEAD_SIZE = 512
 

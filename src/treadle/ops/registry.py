@@ -37,6 +37,7 @@ argument and adds the kernel, and is called before the first operator chooses.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ from typing import Any
 
 import torch
 
-from treadle.config.errors import UserError
+from treadle.config.errors import UserError, nearest
 from treadle.config.plugins import Parts
 
 LIBRARY = torch.library.Library("treadle", "FRAGMENT")
@@ -141,15 +142,32 @@ def refusal(kernel: Kernel) -> str:
 
 
 def allowed_kernels() -> list[str] | None:
-    """Return the kernel names that TREADLE_KERNELS allows, or None where it is not set."""
-    text = os.environ.get("TREADLE_KERNELS", "").strip()
-    return [name.strip() for name in text.split(",") if name.strip()] if text else None
+    """Return the kernel names that TREADLE_KERNELS allows, None where it is unset; UserError for an unknown name."""
+    allowed = [name.strip() for name in os.environ.get("TREADLE_KERNELS", "").split(",") if name.strip()]
+    if not allowed:
+        return None
+    load_plugin_kernels()
+    known = {"reference", *(kernel.name for operator in _operators() for kernel in operator.kernels)}
+    for name in allowed:
+        if name not in known:
+            hint = nearest(name, known) or f"; known: {', '.join(sorted(known))}"
+            raise UserError(f"TREADLE_KERNELS names the unknown kernel '{name}'{hint}")
+    return allowed
+
+
+def _operators() -> list[Operator]:
+    """Return every operator that imports."""
+    found = []
+    for name in OPERATORS.names():
+        with contextlib.suppress(UserError):
+            found.append(OPERATORS.get(name))
+    return found
 
 
 def rechoose() -> None:
     """Forget which kernels are usable, so that a changed TREADLE_KERNELS or library takes effect."""
-    for name in OPERATORS.names():
-        OPERATORS.get(name)._usable = None
+    for operator in _operators():
+        operator._usable = None
 
 
 _plugins_loaded = False

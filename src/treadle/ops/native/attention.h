@@ -18,11 +18,12 @@ struct Head {
   float weights[kBlockKeys];
 };
 
+// The head sizes that most models have are known to the compiler, which then keeps the loops over them in registers.
 // Takes keys `first` .. `first + count - 1`, whose rows lie `stride` elements apart, into the state of every head.
-template <class T>
+template <class T, int64_t kSize>
 void attend_block(const CachedAttention& a, Head* heads, int64_t head_count, const T* keys, const T* values,
                   int64_t count, int64_t stride) {
-  const int64_t size = a.size;
+  const int64_t size = kSize != 0 ? kSize : a.size;
   for (int64_t j = 0; j < count; ++j) {
     const T* key = keys + j * stride;
     for (int64_t h = 0; h < head_count; ++h) {
@@ -65,7 +66,7 @@ void attend_block(const CachedAttention& a, Head* heads, int64_t head_count, con
   }
 }
 
-template <class T>
+template <class T, int64_t kSize>
 void cached_attention_units(const CachedAttention& a, int64_t begin, int64_t end) {
   const int64_t group = a.heads / a.kv_heads, stride = a.kv_heads * a.size;
   Head heads[kBlockHeads];
@@ -89,7 +90,7 @@ void cached_attention_units(const CachedAttention& a, int64_t begin, int64_t end
       }
       for (int64_t key = first; key < seen; key += kBlockKeys) {
         const int64_t block = seen - key < kBlockKeys ? seen - key : kBlockKeys;
-        attend_block(a, heads, count, keys + key * stride, values + key * stride, block, stride);
+        attend_block<T, kSize>(a, heads, count, keys + key * stride, values + key * stride, block, stride);
       }
       for (int64_t h = 0; h < count; ++h) {
         T* out = row_of<T>(a.out, token * a.heads + head + h);
@@ -100,9 +101,16 @@ void cached_attention_units(const CachedAttention& a, int64_t begin, int64_t end
   }
 }
 
+template <class T>
+void cached_attention_of(const CachedAttention& a, int64_t begin, int64_t end) {
+  if (a.size == 64) return cached_attention_units<T, 64>(a, begin, end);
+  if (a.size == 128) return cached_attention_units<T, 128>(a, begin, end);
+  cached_attention_units<T, 0>(a, begin, end);
+}
+
 // A unit is a (row of the table, key-value head): the query heads that share the head are done together.
 void cached_attention(const CachedAttention& a, int64_t begin, int64_t end) {
-  a.type == kFloat32 ? cached_attention_units<float>(a, begin, end) : cached_attention_units<bf16>(a, begin, end);
+  a.type == kFloat32 ? cached_attention_of<float>(a, begin, end) : cached_attention_of<bf16>(a, begin, end);
 }
 
 }  // namespace
