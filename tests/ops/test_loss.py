@@ -71,6 +71,19 @@ def test_no_gradient_work_when_none_is_wanted(implementation: str) -> None:
     assert not total.requires_grad
 
 
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_a_frozen_input_costs_nothing_and_the_other_is_right(implementation: str, frozen: str) -> None:
+    x, weight, targets, weights = inputs(40, 8, 21, torch.float32)
+    expected = dict(zip("xw", torch.autograd.grad(linear_cross_entropy(x, weight, targets, weights)[0], (x, weight))))  # noqa: B905
+    (x if frozen == "x" else weight).requires_grad_(False)
+    total, _ = linear_cross_entropy(x, weight, targets, weights)
+    total.backward()
+    left, name = (weight, "w") if frozen == "x" else (x, "x")
+    assert left.grad is not None and torch.equal(left.grad, expected[name])
+    unused = loss.LINEAR_CROSS_ENTROPY(x, weight, targets, weights, 0.0, x.requires_grad, weight.requires_grad)
+    assert unused[2 if frozen == "x" else 3].numel() == 0
+
+
 def test_a_float32_head_under_bfloat16_activations(implementation: str) -> None:
     x, weight, targets, weights = inputs(40, 16, 31, torch.float32)
     total, _ = linear_cross_entropy(x.bfloat16(), weight, targets, weights)

@@ -30,11 +30,9 @@ def attention_backward(sinks: torch.Tensor | None) -> tuple:
     return (torch.randn(7, 4, 8), q, k, v, out, normalizer, starts(0, 3, 7), 4, 0.3, 2, 1.5, sinks)
 
 
-def head(with_gradients: bool) -> tuple:
-    x, weight = leaf(5, 4), leaf(9, 4)
-    if not with_gradients:
-        x, weight = x.detach(), weight.detach()
-    return (x, weight, torch.tensor([1, 2, -100, 8, 0]), torch.tensor([1.0, 2, 0, 1, 1]), 2.0, with_gradients)
+def head(for_x: bool, for_weight: bool) -> tuple:
+    x, weight = leaf(5, 4).requires_grad_(for_x), leaf(9, 4).requires_grad_(for_weight)
+    return (x, weight, torch.tensor([1, 2, -100, 8, 0]), torch.tensor([1.0, 2, 0, 1, 1]), 2.0, for_x, for_weight)
 
 
 SAMPLES: dict[str, list[Callable[[], tuple]]] = {
@@ -55,7 +53,12 @@ SAMPLES: dict[str, list[Callable[[], tuple]]] = {
         lambda: attention(window=2, softcap=1.5, sinks=leaf(4)),
     ],
     "packed_attention_backward": [lambda: attention_backward(None), lambda: attention_backward(torch.randn(4))],
-    "linear_cross_entropy": [lambda: head(True), lambda: head(False)],
+    "linear_cross_entropy": [
+        lambda: head(True, True),
+        lambda: head(True, False),
+        lambda: head(False, True),
+        lambda: head(False, False),
+    ],
     "cached_attention": [
         lambda: (
             torch.randn(3, 4, 8),

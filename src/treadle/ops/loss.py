@@ -36,13 +36,11 @@ def _chunks(targets: Tensor, token_weights: Tensor, vocabulary: int) -> tuple[Te
 
 
 def linear_cross_entropy_reference(
-    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, with_gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted loss sum, each token's loss, and the gradients of x and weight (empty unless asked for)."""
-    wide = accumulator(x.dtype)
-    losses = x.new_zeros(x.shape[0], dtype=wide)
-    grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if with_gradients else x.new_empty(0)
-    grad_weight = weight.new_zeros(weight.shape, dtype=wide) if with_gradients else weight.new_empty(0)
+    losses, grad_x, grad_weight = _zeros(x, weight, for_x, for_weight)
+    wide = losses.dtype
     head = weight.to(x.dtype)
     for rows in _chunks(targets, token_weights, weight.shape[0]):
         chunk, target = x[rows], targets[rows][:, None]
@@ -51,49 +49,56 @@ def linear_cross_entropy_reference(
             logits = torch.tanh(logits / softcap) * softcap
         total = logits.logsumexp(-1, keepdim=True)
         losses[rows] = (total - logits.gather(1, target))[:, 0]
-        if with_gradients:
+        if for_x or for_weight:
             grad = torch.exp(logits - total)
             grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
             grad *= token_weights[rows].to(wide)[:, None]
             if softcap:
                 grad *= 1 - (logits / softcap).square()
             grad = grad.to(x.dtype)
-            grad_x[rows] = grad @ head
-            grad_weight += grad.t() @ chunk
-    if with_gradients:
-        grad_weight = grad_weight.to(weight.dtype)
-    return (losses * token_weights.to(wide)).sum(), losses, grad_x, grad_weight
+            if for_x:
+                grad_x[rows] = grad @ head
+            if for_weight:
+                grad_weight += grad.t() @ chunk
+    return (losses * token_weights.to(wide)).sum(), losses, grad_x, grad_weight.to(weight.dtype)
+
+
+def _zeros(x: Tensor, weight: Tensor, for_x: bool, for_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where each token's loss and the two gradients are gathered; a gradient not asked for is empty."""
+    wide = accumulator(x.dtype)
+    grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
+    grad_weight = weight.new_zeros(weight.shape if for_weight else (0,), dtype=wide)
+    return x.new_zeros(x.shape[0], dtype=wide), grad_x, grad_weight
 
 
 def _fake(
-    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, with_gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = accumulator(x.dtype)
-    grad_x = like(x) if with_gradients else x.new_empty(0)
-    grad_weight = weight.new_empty(weight.shape if with_gradients else (0,))
+    grad_x = like(x) if for_x else x.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape if for_weight else (0,))
     return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), grad_x, grad_weight
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     _, _, grad_x, grad_weight = output
-    ctx.with_gradients = inputs[-1]
+    ctx.for_x, ctx.for_weight = inputs[-2:]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad_x, grad_weight)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
-    if grad is None:
-        return None, None, None, None, None, None
-    if not ctx.with_gradients:
-        raise RuntimeError("linear_cross_entropy was called without with_gradients, so it has no backward pass")
     grad_x, grad_weight = ctx.saved_tensors
-    return (grad_x * grad).to(grad_x.dtype), (grad_weight * grad).to(grad_weight.dtype), None, None, None, None
+    by_x = (grad_x * grad).to(grad_x.dtype) if grad is not None and ctx.for_x else None
+    by_weight = (grad_weight * grad).to(grad_weight.dtype) if grad is not None and ctx.for_weight else None
+    return by_x, by_weight, None, None, None, None, None
 
 
 LINEAR_CROSS_ENTROPY = Operator(
     "linear_cross_entropy",
-    "(Tensor x, Tensor weight, Tensor targets, Tensor token_weights, float softcap, bool with_gradients) "
+    "(Tensor x, Tensor weight, Tensor targets, Tensor token_weights, float softcap, bool for_x, "
+    "bool for_weight) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     linear_cross_entropy_reference,
     fake=_fake,
@@ -112,12 +117,10 @@ _cross_entropy = abi.function("cross_entropy")
     takes="float32 or bfloat16 on CPU",
 )
 def _native(
-    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, with_gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, softcap: float, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reference with all that happens between the matrix products done in one pass, in the logits' own memory."""
-    losses = x.new_zeros(x.shape[0], dtype=torch.float32)
-    grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if with_gradients else x.new_empty(0)
-    grad_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if with_gradients else weight.new_empty(0)
+    losses, grad_x, grad_weight = _zeros(x, weight, for_x, for_weight)
     head = weight.to(x.dtype)
     vocabulary = weight.shape[0]
     for rows in _chunks(targets, token_weights, vocabulary):
@@ -125,18 +128,16 @@ def _native(
         logits = F.linear(chunk, head)
         part = losses.new_empty(len(rows))
         pointers = (tensor.data_ptr() for tensor in (logits, target, weights, part))
-        arguments = abi.CrossEntropy(abi.DTYPES[x.dtype], vocabulary, softcap, with_gradients, *pointers)
+        arguments = abi.CrossEntropy(abi.DTYPES[x.dtype], vocabulary, softcap, for_x or for_weight, *pointers)
         _cross_entropy(arguments, len(rows), torch.get_num_threads())
         losses[rows] = part
-        if with_gradients:
+        if for_x:
             grad_x[rows] = logits @ head
-            if x.dtype == torch.float32:
-                grad_weight.addmm_(logits.t(), chunk)
-            else:
-                grad_weight += logits.t() @ chunk
-    if with_gradients:
-        grad_weight = grad_weight.to(weight.dtype)
-    return (losses * token_weights).sum(), losses, grad_x, grad_weight
+        if for_weight and x.dtype == torch.float32:
+            grad_weight.addmm_(logits.t(), chunk)
+        elif for_weight:
+            grad_weight += logits.t() @ chunk
+    return (losses * token_weights).sum(), losses, grad_x, grad_weight.to(weight.dtype)
 
 
 def linear_cross_entropy(
@@ -153,6 +154,7 @@ def linear_cross_entropy(
     Only the sum is differentiable, with respect to x and weight. A token of weight 0 is skipped: its loss is 0 and its
     target may be anything (-100). Raises ValueError for another target outside [0, V).
     """
-    with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss_sum, losses, _, _ = LINEAR_CROSS_ENTROPY.call(x, weight, targets, token_weights, softcap, with_gradients)
+    recording = torch.is_grad_enabled()
+    for_x, for_weight = recording and x.requires_grad, recording and weight.requires_grad
+    loss_sum, losses, _, _ = LINEAR_CROSS_ENTROPY.call(x, weight, targets, token_weights, softcap, for_x, for_weight)
     return loss_sum, losses
