@@ -77,6 +77,11 @@ def test_half_a_surrogate_pair_in_json_is_invalid_utf8(tokenizer: Tokenizer) -> 
     block = tokenize([lines(rb'{"text": "half \ud83d of it"}')], TokenizeSettings(**ALL_TRAIN), tokenizer)
     assert decoded(block, tokenizer) == ["half \ufffd\ufffd\ufffd of it"]
     assert block.counts.names == {"invalid_utf8": ["x.jsonl line 11"]}
+    chat = rb'{"messages": [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "no \ud83d"}]}'
+    (said,) = decoded(tokenize([lines(chat)], TokenizeSettings(**ALL_TRAIN), tokenizer), tokenizer)
+    assert "no \ufffd\ufffd\ufffd<|im_end|>" in said
+    with pytest.raises(UserError, match=r"line 11 is not valid UTF-8"):
+        tokenize([lines(chat)], TokenizeSettings(invalid_utf8="error"), tokenizer)
 
 
 def test_a_mark_of_byte_order_is_no_text_and_empty_documents_are_left_out(tokenizer: Tokenizer) -> None:

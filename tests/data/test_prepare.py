@@ -222,6 +222,20 @@ def test_changes_are_noticed(texts: Path, tmp_path: Path, tokenizer: Path) -> No
     assert prepare(settings(texts, out, tokenizer, validation=0.2, overwrite=True)).reused
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_corpus_is_made_again_when_asked(texts: Path, tmp_path: Path, tokenizer: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    prepare(settings(texts, out, tokenizer))
+    whole = contents(out)
+    data = whole["train-00000.tokens"]
+    (out / "train-00000.tokens").write_bytes(data[:-4] if damage == "cut" else data[:-4] + b"\0\1\0\1")
+    if damage == "cut":
+        with pytest.raises(UserError, match=r"train-00000.tokens is cut short: .*; add --overwrite"):
+            prepare(settings(texts, out, tokenizer))
+    assert not prepare(settings(texts, out, tokenizer, overwrite=True)).reused
+    assert contents(out) == whole
+
+
 def test_an_interrupted_preparation_notices_changes_to_what_it_read(
     texts: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +302,8 @@ def test_other_peoples_folders_are_left_alone(texts: Path, tmp_path: Path, token
     assert contents(out) == {"chapter-1.txt": b"years of work"}
     with pytest.raises(UserError, match=r"chapter-1.txt is a file"):
         prepare(settings(texts, out / "chapter-1.txt", tokenizer))
+    with pytest.raises(UserError, match=r"chapter-1.txt/out is no place to write to: Not a directory"):
+        prepare(settings(texts, out / "chapter-1.txt" / "out", tokenizer))
 
 
 def test_two_at_once_do_not_mix(texts: Path, tmp_path: Path, tokenizer: Path) -> None:

@@ -34,8 +34,8 @@ def prepare(
     shard_tokens: int = typer.Option(1 << 27, help="About how many tokens a shard holds."),
     tokenizer_bytes: int = typer.Option(64 << 20, help="About how many bytes of text to train the tokenizer on."),
     workers: int | None = typer.Option(None, help="Processes to tokenize with; one for each core by default."),
-    overwrite: bool = typer.Option(False, help="Replace what is there if it was made from something else."),
-    as_json: bool = typer.Option(False, "--json", help="Print the manifest as JSON."),
+    overwrite: bool = typer.Option(False, help="Make it again where it was made from something else, or is damaged."),
+    as_json: bool = typer.Option(False, "--json", help="Print what was made as JSON."),
 ) -> None:
     """Turn text into token shards; interrupted, the same command goes on where it stopped."""
     from treadle.config import parse_settings

@@ -44,7 +44,7 @@ class Corpus:
         if (self.tokens, self.documents) != (_last(self._token_ends), _last(self._document_ends)):
             raise UserError(
                 f"{folder}/manifest.json contradicts itself: the shards of '{split}' do not add up; "
-                "prepare the corpus again"
+                "remove the folder and prepare the corpus again"
             )
 
     @classmethod
@@ -138,7 +138,7 @@ class Corpus:
                 if file_digest(path) != file.sha256:
                     raise UserError(
                         f"{path} is damaged: its SHA-256 differs from the manifest's; copy it again from where the "
-                        "corpus was made, or prepare the corpus again"
+                        "corpus was made, or prepare it again with --overwrite"
                     )
                 step(file.bytes)
         for shard in self._shards:
@@ -175,7 +175,7 @@ class _Shard:
         if self.starts[0] != 0 or self.starts[-1] != record.tokens:
             raise UserError(
                 f"{folder / record.files['documents'].name} is damaged: it does not span the {record.tokens} tokens of "
-                "its shard; prepare the corpus again"
+                "its shard; prepare it again with --overwrite"
             )
         advise_random(self.tokens)
 
@@ -187,7 +187,9 @@ class _Shard:
     def verify(self) -> None:
         for first in range(0, self.documents, 1 << 20):
             if (np.diff(self.starts[first : first + (1 << 20) + 1]) <= 0).any():
-                raise UserError(f"the document boundaries of {self.path} are out of order; prepare the corpus again")
+                raise UserError(
+                    f"the document boundaries of {self.path} are out of order; prepare it again with --overwrite"
+                )
 
 
 def _last(ends: NDArray[np.int64]) -> int:

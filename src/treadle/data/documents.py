@@ -249,7 +249,7 @@ def _record(line: str, name: str, settings: TokenizeSettings, met: _Met) -> _Doc
     if settings.text_field not in record:
         for chat_field in CHAT_FIELDS:
             if chat_field in record:
-                return _chat_document(record[chat_field], name)
+                return _chat_document(record[chat_field], name, settings, met)
         known = [key for key in record if isinstance(record[key], str)]
         hint = nearest(settings.text_field, known) or (f"; its text fields are {', '.join(known)}" if known else "")
         raise UserError(f"{name} has no field '{settings.text_field}'{hint}: choose one with --text-field")
@@ -271,7 +271,7 @@ def _record(line: str, name: str, settings: TokenizeSettings, met: _Met) -> _Doc
     return _Document(text, name, hashlib.sha256(data).digest())
 
 
-def _chat_document(turns: Any, name: str) -> _Document:
+def _chat_document(turns: Any, name: str, settings: TokenizeSettings, met: _Met) -> _Document | None:
     """Return a chat in either of the two usual forms: role and content, or ShareGPT's from and value."""
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{name}: the chat is not a list of messages; repair it, or add --bad-records skip")
@@ -286,5 +286,9 @@ def _chat_document(turns: Any, name: str) -> _Document:
                 f"{name}: a message has neither 'role' and 'content' nor 'from' and 'value'; repair it, or add "
                 "--bad-records skip"
             )
-    canonical = json.dumps(messages, sort_keys=True).encode()
-    return _Document("", name, hashlib.sha256(canonical).digest(), messages)
+    canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    cleaned = _decoded(canonical, name, settings, met)
+    if cleaned is None:
+        return None
+    data = cleaned.encode()
+    return _Document("", name, hashlib.sha256(data).digest(), messages if data == canonical else json.loads(data))

@@ -14,7 +14,7 @@ from treadle.config import Settings, UserError
 from treadle.config.files import disk_errors, remove_leftovers, write_atomically
 from treadle.data.documents import Counts
 from treadle.data.reading import Cursor
-from treadle.data.shards import MANIFEST, PREPARING, SPLITS
+from treadle.data.shards import MANIFEST, PREPARING, SPLITS, Manifest, check_file, file_digest
 from treadle.data.sources import Source, difference, to_lines
 from treadle.data.writer import SplitState, SplitWriter
 
@@ -80,6 +80,20 @@ def changed_since(
         read = cursor.file + (cursor.offset > 0 or cursor.record > 0)
         old, new = (b"".join(lines.splitlines(keepends=True)[:read]) for lines in (old, new))
     return difference(old, new)
+
+
+def damaged(out: Path, manifest: Manifest, thoroughly: bool) -> str | None:
+    """Return in words which file of a finished corpus is not as it was made (`thoroughly`: by checksum), or None."""
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            for file in shard.files.values():
+                try:
+                    path = check_file(out, file)
+                    if thoroughly and file_digest(path) != file.sha256:
+                        return f"{path} is damaged"
+                except UserError as error:
+                    return str(error).split(";")[0]
+    return None if (out / "tokenizer").is_dir() else "its tokenizer is missing"
 
 
 @contextlib.contextmanager

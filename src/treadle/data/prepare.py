@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -25,7 +24,17 @@ from treadle.config import Settings, TreadleError, UserError
 from treadle.config.files import atomic_folder, remove_leftovers, write_atomically
 from treadle.config.progress import amount_text, progress
 from treadle.data.documents import NAMES_KEPT, Counts, TokenizeSettings, texts_of
-from treadle.data.journal import JOURNAL, Journal, begin, changed_since, locked, refuse_foreign, remove_corpus, sync
+from treadle.data.journal import (
+    JOURNAL,
+    Journal,
+    begin,
+    changed_since,
+    damaged,
+    locked,
+    refuse_foreign,
+    remove_corpus,
+    sync,
+)
 from treadle.data.pool import tokenize_blocks
 from treadle.data.reading import Block, ReadSettings, SafeCut, read_blocks
 from treadle.data.shards import (
@@ -40,6 +49,7 @@ from treadle.data.shards import (
 )
 from treadle.data.sources import Source, expand, to_lines
 from treadle.data.writer import SplitWriter
+from treadle.device.host import cores
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
@@ -105,12 +115,14 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
     decisive = _decisive(settings, given)
     if (out / MANIFEST).is_file():
         manifest = read_manifest(out)
-        changed = changed_since(out, manifest.settings, decisive, found, whole=True)
+        changed = changed_since(out, manifest.settings, decisive, found, whole=True) or damaged(
+            out, manifest, thoroughly=settings.overwrite
+        )
         if changed is None:
             _clean(out)
             return _report(out, manifest, 0.0, reused=True)
         if not settings.overwrite:
-            raise UserError(f"{out} was prepared from something else: {changed}; add --overwrite to replace it")
+            raise UserError(f"{out} is there, but {changed}; add --overwrite to make it again")
         remove_corpus(out)
     created = not out.exists()
     with locked(out):
@@ -220,8 +232,7 @@ def _workers(settings: PrepareSettings, total: int | None) -> int:
         return settings.workers
     if total is not None and total <= IN_PROCESS_BYTES:
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if total is None else min(cores, math.ceil(total / IN_PROCESS_BYTES))
+    return cores() if total is None else min(cores(), math.ceil(total / IN_PROCESS_BYTES))
 
 
 def _given_tokenizer(path: str) -> Tokenizer:

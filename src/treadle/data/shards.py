@@ -120,12 +120,13 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         tree = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}; prepare the corpus again") from error
+        raise UserError(f"{path} is not valid JSON: {error}; remove the folder and prepare the corpus again") from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise UserError(f"{path} is the manifest of something else than a corpus; give the folder of a prepared one")
     if tree.get("version") != VERSION:
         raise UserError(
-            f"{path} has format version {tree.get('version')}, this Treadle reads {VERSION}; prepare the corpus again"
+            f"{path} has format version {tree.get('version')}, this Treadle reads {VERSION}; remove the folder and "
+            "prepare the corpus again"
         )
     return parse_settings(Manifest, tree, source=str(path))
 
@@ -134,13 +135,15 @@ def check_file(folder: Path, file: FileRecord) -> Path:
     """Return the path of a shard's file once its size is as recorded. Raises UserError naming it."""
     path = inside(folder, file.name)
     if not path.is_file():
-        raise UserError(f"{path} is missing; copy it from where the corpus was made, or prepare the corpus again")
+        raise UserError(
+            f"{path} is missing; copy it from where the corpus was made, or prepare it again with --overwrite"
+        )
     size = path.stat().st_size
     if size != file.bytes:
         state = "cut short" if size < file.bytes else "longer than it was made"
         raise UserError(
             f"{path} is {state}: {size} bytes instead of {file.bytes}; copy it again from where the corpus was made, "
-            "or prepare the corpus again"
+            "or prepare it again with --overwrite"
         )
     return path
 
@@ -152,7 +155,7 @@ def map_file(folder: Path, file: FileRecord, dtype: str, items: int) -> NDArray:
     if file.bytes != items * stored.itemsize:
         raise UserError(
             f"{path} holds {file.bytes} bytes, which are not {items} numbers of {dtype} as {MANIFEST} says; "
-            "prepare the corpus again"
+            "prepare it again with --overwrite"
         )
     if items == 0:
         return np.empty(0, stored)
