@@ -167,6 +167,7 @@ def test_logprobs(served: Served, client: openai.OpenAI, model: Model, tokenizer
         ({"messages": HELLO, "max_tokens": 10**9}, None, ["max_tokens=1000000000", "128"]),
         ({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", ["differ"]),
         ({"messages": [{"role": "user", "content": "x " * 500}]}, None, ["128", "shorten"]),
+        ({"messages": [{"role": "user", "content": "x" * 100000}]}, None, ["100000 characters", "128"]),
         ({"messages": HELLO, "temperature": 1e9}, "temperature", ["temperature"]),
         ({"messages": HELLO, "temperature": "hot"}, "temperature", ["temperature", "hot"]),
         ({"messages": HELLO, "top_p": 0}, "top_p", ["top_p"]),
@@ -198,6 +199,7 @@ def test_what_is_wrong_is_named(served: Served, body: dict[str, Any], param: str
         ([[]], ["empty"]),
         ([300], ["300"]),
         (["a"] * 257, ["257"]),
+        ("x" * 100000, ["100000 characters"]),
         (None, ["required"]),
     ],
 )

@@ -63,16 +63,16 @@ def generate(
     from treadle.serve.model import load
 
     loaded = load(model, dtype, device, check_tokenizer=check_chat_template if chat else None)
-    with Engine(loaded, max_num_seqs=1) as engine:
-        if chat:
-            assert loaded.tokenizer is not None
-            messages = [] if system is None else [{"role": "system", "content": system}]
-            tokens = encode_chat(loaded.tokenizer, [*messages, {"role": "user", "content": text}])
-        else:
-            tokens = engine.encode(text)
-        if max_tokens is None:
-            room = max(1, engine.max_model_len - len(tokens))
-            settings = SamplingSettings.of(settings, max_tokens=min(DEFAULT_TOKENS, room))
+    if chat:
+        assert loaded.tokenizer is not None
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        tokens = encode_chat(loaded.tokenizer, [*messages, {"role": "user", "content": text}])
+    else:
+        tokens = loaded.encode(text)
+    if max_tokens is None:
+        limit = max(1, min(DEFAULT_TOKENS, loaded.spec.max_positions - len(tokens)))
+        settings = SamplingSettings.of(settings, max_tokens=limit)
+    with Engine(loaded, max_num_seqs=1, max_model_len=loaded.room_for(tokens, settings.max_tokens)) as engine:
         result = run(engine, tokens, settings, quiet=as_json)
     if as_json:
         result["seconds"] = round(time.monotonic() - started, 3)

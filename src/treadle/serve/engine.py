@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import itertools
 import queue
 import random
@@ -24,7 +25,7 @@ from pydantic import Field
 from treadle.config import Settings, TreadleError, UserError, parse_settings
 from treadle.serve.cache import available_memory, fit_capacity
 from treadle.serve.core import Core, EngineStats, sentence
-from treadle.serve.model import Model, load, token_ids
+from treadle.serve.model import Model, load
 from treadle.serve.request import Completion, Delta, Phase, Request, SamplingSettings
 from treadle.serve.sampler import derive_seed
 
@@ -81,13 +82,21 @@ class Engine:
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the prompt's token ids. Raises UserError where there are none, or one is not in the vocabulary."""
         if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise UserError("the model has no tokenizer; give the prompt as token ids")
-            tokens = self.model.tokenizer.encode(prompt)
-            if not tokens:
-                raise UserError("the prompt is empty; give at least one token")
-            return tokens
-        return token_ids(prompt, self.model.spec.vocabulary)
+            self.check_length(len(prompt))
+        return self.model.encode(prompt)
+
+    def check_length(self, characters: int) -> None:
+        """Raise UserError where a text of so many characters cannot fit the context, without tokenizing it."""
+        if self.model.tokenizer is not None and characters > self.max_model_len * self._longest_token:
+            raise UserError(
+                f"the prompt has {characters} characters, more than fit the context of {self.max_model_len} tokens; "
+                "shorten it"
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        tokenizer = self.model.tokenizer
+        return 1 if tokenizer is None else max(map(len, tokenizer.backend.get_vocab()), default=1)
 
     def submit(
         self, prompt: str | Sequence[int], settings: SamplingSettings, deliver: Callable[[Delta], None]

@@ -82,8 +82,25 @@ class Model:
         settings = SamplingSettings.of(**sampling)
         if settings.n != 1:
             raise UserError("generate returns one completion; use treadle.Engine for n > 1")
-        with Engine(self, max_num_seqs=1) as engine:
-            return engine.generate([prompt.tolist() if isinstance(prompt, Tensor) else prompt], settings)[0]
+        tokens = self.encode(prompt)
+        with Engine(self, max_num_seqs=1, max_model_len=self.room_for(tokens, settings.max_tokens)) as engine:
+            return engine.generate([tokens], settings)[0]
+
+    def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
+        """Return a prompt's token ids. Raises UserError where there are none, or one is not in the vocabulary."""
+        if not isinstance(prompt, str):
+            return token_ids(prompt, self.spec.vocabulary)
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer; give the prompt as token ids")
+        tokens = self.tokenizer.encode(prompt)
+        if not tokens:
+            raise UserError("the prompt is empty; give at least one token")
+        return tokens
+
+    def room_for(self, tokens: Sequence[int], max_tokens: int | None) -> int | None:
+        """Return the context that a prompt and its answer need, so that no more is set aside; None for all there is."""
+        needed = len(tokens) + (max_tokens or self.spec.max_positions)
+        return needed if needed <= self.spec.max_positions else None
 
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face model directory that Transformers, vLLM and Treadle load as it is; adapters are merged.

@@ -26,6 +26,8 @@ from treadle.serve.model import token_ids
 from treadle.serve.request import SamplingSettings
 
 MAX_WAITING = 1024
+# The paths that metrics tell apart; others could be anything.
+PATHS = frozenset("/v1/chat/completions /v1/completions /v1/models /tokenize /detokenize /health /metrics".split())
 
 
 class Server:
@@ -59,6 +61,7 @@ class Server:
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; use /v1/completions with token ids", "messages")
         plain = [message.plain() for message in messages]
+        self.engine.check_length(sum(len(message["content"]) for message in plain))
         return await asyncio.to_thread(
             encode_chat, tokenizer, plain, add_generation_prompt=add_generation_prompt, **variables
         )
@@ -144,7 +147,7 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if message["status"] != 404 and not scope["path"].count("/") > 3 else "other"
+                path = scope["path"] if scope["path"] in PATHS else "other"
                 self.server.metrics.responses.labels(path, message["status"]).inc()
             await send(message)
 
@@ -228,10 +231,10 @@ def _add_information(app: FastAPI, server: Server) -> None:
             raise ApiError(400, "the model has no tokenizer")
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
-        if body.messages is not None:
-            tokens = await server.encode_messages(body.messages, body.add_generation_prompt)
+        if body.prompt is None:
+            tokens = await server.encode_messages(body.messages or [], body.add_generation_prompt)
         else:
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt or "", body.add_special_tokens)
+            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_model_len})
 
     @app.post("/detokenize")
