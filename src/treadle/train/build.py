@@ -15,6 +15,7 @@ from treadle.model.lora import attach_lora, initial_adapter_value, lora_state
 from treadle.model.spec import ModelSpec
 from treadle.model.transformer import Transformer
 from treadle.parallel import Mesh
+from treadle.parallel.mesh import launched, pick_device
 from treadle.parallel.shard import fill, materialize, shard
 from treadle.train.feed import Feed
 from treadle.train.optimizers import build_optimizer, optimizers
@@ -31,6 +32,8 @@ def check_run(settings: RunSettings, feed: Feed, ranks: int) -> None:
     """Raise UserError where a run cannot be carried out on `ranks` ranks, before anything is started or written."""
     settings.plan.resolve(ranks)
     batching(settings, ranks)
+    if not launched():
+        pick_device(settings.train.device, ranks - 1)
     optimizers.get(settings.optimizer.name)
     for name in settings.log.sinks:
         sinks.get(name)
