@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.train.runs import metrics, run_settings, write_run_corpus
+from treadle.cli import main
 from treadle.train.checkpoints import latest_good
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -118,6 +119,17 @@ def test_a_stopped_run_saves_and_ends_well_and_goes_on(tmp_path: Path, corpus: P
     assert steps_done(run_file) >= done + 2
 
 
+def test_a_signal_before_training_begins_ends_the_run_too(tmp_path: Path, corpus: Path) -> None:
+    run_file = write(tmp_path, corpus, **ENDLESS)
+    process = start(run_file)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "starting 2 processes\n"
+    process.send_signal(signal.SIGTERM)
+    code, output = end(process, 60)
+    assert code == 0, output
+    assert "Traceback" not in output
+
+
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, corpus: Path) -> None:
     run_file = write(tmp_path, corpus, **ENDLESS)
     process = start(run_file)
@@ -180,7 +192,9 @@ def test_an_error_on_one_rank_is_the_one_sentence_that_is_seen(tmp_path: Path, c
     assert "Traceback" not in done.stderr
 
 
-def test_mistakes_are_said_before_workers_start_and_leave_nothing(tmp_path: Path, corpus: Path) -> None:
+def test_mistakes_are_said_before_workers_start_and_leave_nothing(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for word, says in (
         ("train.batch_tokens=100", "cannot be divided"),
         ("plan.dp_shard=3", "does not fit 2 ranks"),
@@ -190,9 +204,10 @@ def test_mistakes_are_said_before_workers_start_and_leave_nothing(tmp_path: Path
         ("schedule.warmup_steps=9", "leaves nothing"),
         ("model.config.num_attention_heads=5", "heads"),
     ):
-        run_file = write(tmp_path, corpus)
-        code, output = end(start(run_file, word))
-        assert (code, len(output.strip().splitlines())) == (2, 1), output
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", str(write(tmp_path, corpus)), word])
+        output = capsys.readouterr().err
+        assert (stopped.value.code, len(output.strip().splitlines())) == (2, 1), output
         assert says in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
 

@@ -100,5 +100,10 @@ def test_the_robust_deviation_is_the_standard_deviation_of_normal_noise_whatever
     assert robust_deviation(values.tolist(), 0.0) == pytest.approx(1.0, rel=0.02)
     values[:200] = 1e9
     assert robust_deviation(values.tolist(), 0.0) == pytest.approx(1.0, rel=0.05)
-    # A very smooth run: 1% of the median.
-    assert robust_deviation([2.0] * 50, 2.0) == pytest.approx(0.02)
+
+
+def test_a_very_smooth_run_sees_no_spikes_in_small_changes() -> None:
+    smooth = SpikeState([2.0] * 64, [1.0] * 64)
+    assert judge(SpikeSettings(), smooth, 2.3, 2.9).action == "none"
+    assert judge(SpikeSettings(), smooth, 2.5, 1.0).action == "skip"
+    assert judge(SpikeSettings(), smooth, 2.0, 3.1).action == "skip"

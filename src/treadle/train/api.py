@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from treadle.config import UserError, load_settings, parse_settings
-from treadle.config.settings import save_settings
+from treadle.config.settings import save_settings, set_dotted
 from treadle.parallel.mesh import launched, world_from_environment
 from treadle.train.build import check_run
 from treadle.train.checkpoints import lock_run
@@ -52,10 +53,6 @@ def read(config: str | Path | Mapping[str, Any] | RunSettings, overrides: Sequen
         return load_settings(RunSettings, config, overrides)
     if isinstance(config, RunSettings):
         config = config.model_dump(mode="json", by_alias=True)
-    import copy
-
-    from treadle.config.settings import set_dotted
-
     tree = copy.deepcopy(dict(config))
     for override in overrides:
         set_dotted(tree, override)

@@ -32,6 +32,7 @@ class Display:
         self.losses: list[tuple[float, float]] = []
         self.validation: list[tuple[float, float]] = []
         self.record: Mapping[str, Any] = {}
+        self.now = ""
         self.panel = _Panel(self) if (sys.stderr.isatty() if live is None else live) else None
 
     def remember(self, record: Mapping[str, Any]) -> None:
@@ -64,11 +65,16 @@ class Display:
         """Show what a step measured."""
         self.record = {**record, "step": step}
         self._add(step, record["loss"])
-        if self.panel is not None:
-            self.panel.refresh()
-        elif time.monotonic() - self.shown >= self.every or step == self.total or len(self.losses) == 1:
+        self.now = ""
+        if self.panel is None and (
+            time.monotonic() - self.shown >= self.every or step == self.total or len(self.losses) == 1
+        ):
             self.shown = time.monotonic()
             self.say(self.line())
+
+    def doing(self, what: str) -> None:
+        """Show what happens between two steps."""
+        self.now = what
 
     def evaluated(self, step: int, record: Mapping[str, Any]) -> None:
         """Show a validation loss."""
@@ -152,10 +158,9 @@ class _Panel:
             rows += [Text(line, style="cyan", no_wrap=True) for line in terminal_curve(display.losses, width, 7)]
         else:
             rows.append(Text(sparkline([loss for _, loss in display.losses], width), style="cyan"))
+        if display.now:
+            rows.append(Text(f"{display.now} ...", style="dim"))
         return Group(*rows)
-
-    def refresh(self) -> None:
-        pass
 
     def print(self, text: str) -> None:
         self.console.print(text, markup=False)

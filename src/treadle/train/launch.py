@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,8 +30,54 @@ def launch(settings_file: Path, processes: int) -> None:
     SIGTERM and Ctrl-C are passed on, so that the workers finish their step and save; a second Ctrl-C kills them.
     Raises UserError or TreadleError with the sentence of the first worker that failed.
     """
-    print(f"starting {processes} processes", file=sys.stderr, flush=True)
-    from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+    with _passing_on() as signals, tempfile.TemporaryDirectory(prefix="treadle-run-") as scratch, _quiet():
+        print(f"starting {processes} processes", file=sys.stderr, flush=True)
+        from torch.distributed.elastic.agent.server.api import WorkerState
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        agent = _agent(settings_file, processes, scratch, signals)
+        failures = Path(scratch) / "failure"
+        with _environment({FAILURE_FILE: str(failures), LAUNCHED: str(os.getpid()), **_loopback(), **_debug()}):
+            try:
+                result = agent.run()
+            except SignalException as error:
+                raise TreadleError(f"ended by {error.sigval.name}; run it again to go on") from error
+        if result.state != WorkerState.SUCCEEDED or result.is_failed():
+            _raise_first(Path(scratch), result.failures, signals.asked)
+
+
+class Signals:
+    """The signals that asked the launcher to stop, and the workers to which they are passed on."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.pids: list[int] = []
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on: as SIGTERM, on the second Ctrl-C as SIGKILL."""
+        self.asked.append(number)
+        again = self.asked.count(signal.SIGINT) > 1
+        if not again and number == signal.SIGINT and sys.stderr.isatty():
+            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+        self.send(signal.SIGKILL if again else signal.SIGTERM)
+        if again and not self.pids:
+            raise KeyboardInterrupt
+
+    def started(self, pids: Sequence[int]) -> None:
+        """Take note of workers that have just started; what came before them is passed on now."""
+        self.pids = list(pids)
+        if self.asked:
+            self.send(signal.SIGTERM)
+
+    def send(self, number: signal.Signals) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _agent(settings_file: Path, processes: int, scratch: str, signals: Signals) -> Any:
+    """Return the elastic agent that starts the workers and waits for them."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
@@ -39,48 +85,36 @@ def launch(settings_file: Path, processes: int) -> None:
     class Agent(LocalElasticAgent):
         """The elastic agent, which says which processes it started."""
 
-        pids: tuple[int, ...] = ()
-
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             started = super()._start_workers(worker_group)
-            self.pids = tuple(started.values())
+            signals.started(list(started.values()))
             return started
 
-    with tempfile.TemporaryDirectory(prefix="treadle-run-") as scratch, _quiet():
-        parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint="127.0.0.1:0",
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-            is_host="true",
-        )
-        spec = WorkerSpec(
-            role="train",
-            local_world_size=processes,
-            rdzv_handler=registry.get_rendezvous_handler(parameters),
-            entrypoint=sys.executable,
-            args=("-m", "treadle.train.worker", str(settings_file)),
-            max_restarts=0,
-            monitor_interval=0.1,
-        )
-        agent = Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), shutdown_timeout=SECONDS_TO_END)
-        failures = Path(scratch) / "failure"
-        with (
-            _environment({FAILURE_FILE: str(failures), LAUNCHED: str(os.getpid()), **_loopback(), **_debug()}),
-            _passing_on(agent) as asked,
-        ):
-            result = agent.run()
-        if result.state == WorkerState.SUCCEEDED and not result.is_failed():
-            return
-        _raise_first(Path(scratch), result.failures, asked)
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="127.0.0.1:0",
+        run_id=uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr="127.0.0.1",
+        is_host="true",
+    )
+    spec = WorkerSpec(
+        role="train",
+        local_world_size=processes,
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        entrypoint=sys.executable,
+        args=("-m", "treadle.train.worker", str(settings_file)),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), shutdown_timeout=SECONDS_TO_END)
 
 
 def _raise_first(scratch: Path, failures: dict[int, Any], asked: list[int]) -> None:
     """Raise the error of the worker that failed first; the others only lost their connection to it."""
     records = [json.loads(path.read_text()) for path in scratch.glob("failure-*.json")]
-    if len(asked) > 1:
+    if asked.count(signal.SIGINT) > 1:
         raise KeyboardInterrupt
     if asked and not records:
         return  # ended before training began: there was nothing to save
@@ -98,28 +132,18 @@ def _raise_first(scratch: Path, failures: dict[int, Any], asked: list[int]) -> N
 
 
 @contextlib.contextmanager
-def _passing_on(agent: Any) -> Generator[list[int]]:
-    """Pass SIGTERM and Ctrl-C on to the workers as SIGTERM; a second Ctrl-C kills them. Yields the signals so far."""
-    asked: list[int] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        again = number == signal.SIGINT and asked.count(signal.SIGINT) > 1
-        if not again and number == signal.SIGINT and sys.stderr.isatty():
-            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
-        for pid in agent.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if again else signal.SIGTERM)
-
+def _passing_on() -> Generator[Signals]:
+    """Pass SIGTERM and Ctrl-C on to the workers; elsewhere than in the main thread none is listened for."""
+    signals = Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield signals
         return
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, on_signal) for number in numbers]
+    before = [signal.signal(number, signals.on_signal) for number in numbers]
     try:
         # The agent's own handlers would give workers 30 seconds, whatever they are saving.
         with _environment({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}):
-            yield asked
+            yield signals
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

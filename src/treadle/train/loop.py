@@ -73,6 +73,7 @@ class Run:
                 went_on = self.state.counters.step > first
                 if went_on and self.feed.validation and not decision.interrupted:
                     self._evaluate()
+                self.reporter.doing("saving the last checkpoint")
                 self.keeper.save(self.state, wait=True)
         finally:
             self._close_data()
@@ -121,6 +122,7 @@ class Run:
         if settings.checkpoint.every and step % settings.checkpoint.every == 0:
             # From here on a spike is a new one.
             self.state.spikes.rewinds = 0
+            self.reporter.doing("copying the state for a checkpoint")
             self.reporter.saved(self.keeper.save(self.state))
         self.keeper.writer.check()
 
@@ -153,7 +155,7 @@ class Run:
             state.spikes = spikes.after_step(
                 self.settings.spikes, state.spikes, result.loss, result.gradient_norm, action
             )
-            self.loss = result.loss
+            self.loss = result.loss if action == "none" else self.loss
 
     def _rewind(self, reason: str) -> None:
         """Go back to the last checkpoint, or to the beginning, and on with the data behind that of the spike."""
@@ -172,6 +174,7 @@ class Run:
         started, state = time.perf_counter(), self.state
         if self.evaluated_step == state.counters.step:
             return
+        self.reporter.doing("measuring the validation loss")
         batches = self.feed.held_out(self.settings.evaluation.tokens, self.cut.microbatch_samples, self.mesh)
         measured = measure(state.model, batches, self.mesh.device)
         self.validation_loss, self.evaluated_step = measured.loss, state.counters.step

@@ -40,7 +40,6 @@ class Reporter:
         self.sinks: Sinks | None = None
         self.display: Display | None = None
         self.recent: list[float] = []
-        self.speeds: list[float] = []
         self.save: SaveReport | None = None
         self.peak, self.peak_is_sure = 0.0, False
 
@@ -48,25 +47,30 @@ class Reporter:
         """Open the sinks, cut to the step of `state`, and say what is about to happen."""
         if not self.mesh.first:
             return
-        self.rewound(state)
+        self._open_sinks(state)
         self.display = Display(self.total)
         for record in read_metrics(self.settings.run / "metrics.jsonl"):
             self.display.remember(record)
         for line in summary:
             self.display.say(line)
         self.peak = machine_peak(self.settings, self.mesh)
-        self.peak_is_sure = False
 
     def rewound(self, state: TrainState) -> None:
         """Cut the metrics to the step of `state`, to which the run went back."""
-        if not self.mesh.first:
+        if self.sinks is None or self.display is None:
             return
-        if self.sinks is not None:
-            self.sinks.close()
+        self.sinks.close()
+        self._open_sinks(state)
+        self.display.forget_after(state.counters.step)
+
+    def _open_sinks(self, state: TrainState) -> None:
         plain = self.settings.model_dump(mode="json", by_alias=True)
         self.sinks = Sinks(self.settings.log, self.settings.run, state.counters.step, plain)
+
+    def doing(self, what: str) -> None:
+        """Show what happens between two steps."""
         if self.display is not None:
-            self.display.forget_after(state.counters.step)
+            self.display.doing(what)
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -85,7 +89,6 @@ class Reporter:
         if self.sinks is None or self.display is None:
             return
         self.recent = [*self.recent, seconds][-RECENT_STEPS:]
-        self.speeds = [*self.speeds, result.tokens / seconds][-RECENT_STEPS:]
         record: dict[str, Any] = {
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
@@ -146,7 +149,7 @@ class Reporter:
             return
         self.close()
         display, folder = self.display, self.settings.run
-        speed = statistics.median(self.speeds) if self.speeds else None
+        speed = self.settings.train.batch_tokens / statistics.median(self.recent) if self.recent else None
         told = json.dumps({**outcome, "tokens_per_second": speed})
         write_atomically(folder / OUTCOME, told.encode() + b"\n")
         picture = svg_curve(display.losses, display.validation, f"Loss of {folder.name}")

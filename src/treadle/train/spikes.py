@@ -43,7 +43,8 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-LEAST_DEVIATION = 0.01
+# The least deviation, as a share of the median: gradient norms scatter more than losses, and with long tails.
+LEAST_DEVIATION = {"loss": 0.02, "gradient norm": 0.2}
 
 
 def judge(settings: SpikeSettings, state: SpikeState, loss: float, gradient_norm: float) -> Verdict:
@@ -85,7 +86,7 @@ def _spike(settings: SpikeSettings, state: SpikeState, loss: float, gradient_nor
         return ""
     for name, value, past in (("loss", loss, state.losses), ("gradient norm", gradient_norm, state.gradient_norms)):
         middle = statistics.median(past)
-        deviation = robust_deviation(past, middle)
+        deviation = robust_deviation(past, middle, LEAST_DEVIATION[name])
         if value > middle + settings.threshold * deviation:
             return (
                 f"the {name} {value:.4g} lies {(value - middle) / deviation:.0f} deviations above the median "
@@ -94,10 +95,10 @@ def _spike(settings: SpikeSettings, state: SpikeState, loss: float, gradient_nor
     return ""
 
 
-def robust_deviation(values: Sequence[float], middle: float) -> float:
-    """Return the median absolute deviation as an estimate of the standard deviation, at least 1% of the median."""
+def robust_deviation(values: Sequence[float], middle: float, least: float = 0.0) -> float:
+    """Return the median absolute deviation as an estimate of the standard deviation, at least `least` x the median."""
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    return max(spread, LEAST_DEVIATION * abs(middle), 1e-12)
+    return max(spread, least * abs(middle), 1e-12)
 
 
 def _ordinal(number: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -32,11 +32,6 @@ class StepResult:
     weight: float
     overflowed: bool = False
     skipped: str = ""
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradient norm are numbers."""
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 # Given what a step measured, says why its update must not be made, or "".
@@ -74,7 +69,7 @@ def train_step(
         loss_sum += (losses.detach().double() * weights).sum()
     result = _measure(state, loss_sum, weight, int(tokens))
     if not result.skipped:
-        result = _judged(result, judge)
+        result = replace(result, skipped=judge(result))
     if not result.skipped:
         _clip(state, result.gradient_norm, clip)
         state.optimizer.step()
@@ -99,13 +94,6 @@ def _measure(state: TrainState, loss_sum: Tensor, weight: float, tokens: int) ->
     overflowed = state.scaler.scale > 1 and not math.isfinite(norm) and math.isfinite(loss)
     reason = f"the gradients overflowed fp16 at the loss scale {state.scaler.scale:,.0f}" if overflowed else ""
     return StepResult(loss, norm, tokens, weight, overflowed, reason)
-
-
-def _judged(result: StepResult, judge: Judge) -> StepResult:
-    from dataclasses import replace
-
-    reason = judge(result)
-    return replace(result, skipped=reason) if reason else result
 
 
 def _clip(state: TrainState, norm: float, clip: float) -> None:

@@ -41,7 +41,15 @@ def run_rank(settings: RunSettings, feed: Feed | None = None) -> Outcome:
     torch.set_num_threads(settings.train.threads or default_threads())
     with listening() as stop, join(settings.plan, device, settings.train.timeout_minutes * 60) as mesh:
         feed = feed or together(lambda: open_feed(settings.data))
-        return Run(settings, feed, mesh, stop).go()
+        try:
+            return Run(settings, feed, mesh, stop).go()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise TreadleError(
+                    f"rank {mesh.rank} ran out of memory; lower train.microbatch_tokens, or set train.recompute=full "
+                    "or train.reshard=forward"
+                ) from error
+            raise
 
 
 def default_threads() -> int:
