@@ -189,6 +189,19 @@ def test_starts_that_do_not_cover_the_rows_are_refused(starts: list[int], window
         packed_attention(q, k, v, torch.tensor(starts, dtype=torch.int32), 6, SCALE, window)
 
 
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize(
+    "shapes", [((5, 8), (2, 8), (2, 8)), ((4, 6), (2, 8), (2, 8)), ((4, 8), (2, 8), (2, 6))], ids=str
+)
+def test_shapes_that_do_not_fit_are_refused(shapes: tuple, window: int) -> None:
+    q, k, v = (torch.ones(6, *shape) for shape in shapes)
+    starts = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises((RuntimeError, ValueError)):
+        packed_attention(q, k, v, starts, 6, SCALE, window)
+    with pytest.raises((RuntimeError, ValueError)):
+        packed_attention(torch.ones(6, 4, 8), *(torch.ones(5, 2, 8) for _ in range(2)), starts, 6, SCALE, window)
+
+
 def test_gradcheck() -> None:
     q, k, v = (x.detach().requires_grad_() for x in heads_of(7, 4, 2, 3, torch.float64))
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)

@@ -138,3 +138,15 @@ def test_queries_that_are_a_view(implementation: str) -> None:
     q = fused[:, 4:36].view(2, 4, 8)
     arguments = (cache, cache, torch.tensor([1, 0]), torch.tensor([0, 1, 2]), torch.tensor([5, 2]), 1.0)
     assert torch.equal(cached_attention(q, *arguments), cached_attention(q.contiguous(), *arguments))
+
+
+def test_shapes_that_do_not_fit_are_refused(implementation: str) -> None:
+    rest = (torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([3]), 1.0)
+    cache = torch.ones(1, 5, 2, 8)
+    for q, keys, values in (
+        (torch.ones(1, 5, 8), cache, cache),
+        (torch.ones(1, 4, 6), cache, cache),
+        (torch.ones(1, 4, 8), cache, cache[:, :2].contiguous()),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            cached_attention(q, keys, values, *rest)

@@ -147,3 +147,13 @@ def test_backward_twice_gives_the_same(implementation: str) -> None:
     first = torch.autograd.grad(total, (x, weight), torch.tensor(3.0), retain_graph=True)
     second = torch.autograd.grad(total, (x, weight), torch.tensor(3.0))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_shapes_that_do_not_fit_are_refused(implementation: str) -> None:
+    x, weight = torch.ones(4, 3), torch.ones(5, 3)
+    for targets, weights in (
+        (torch.zeros(3, dtype=torch.int64), torch.ones(4)),
+        (torch.zeros(4, dtype=torch.int64), torch.ones(5)),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            linear_cross_entropy(x, weight, targets, weights)

@@ -244,6 +244,10 @@ def fits_flash(
         q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16)
         and q.dtype == k.dtype == v.dtype
+        # PyTorch's kernel does not look at shapes itself; what does not fit goes to the reference, which refuses it.
+        and k.shape == v.shape
+        and q.shape[-1] == k.shape[-1]
+        and q.shape[-2] % k.shape[-2] == 0
         and softcap == 0.0
         and sinks is None
         and (window == 0 or window >= max_length)
@@ -337,6 +341,8 @@ def packed_attention(
     """Return causal attention within each sequence; sequence s is the rows starts[s] to starts[s + 1].
 
     `max_length` is the longest sequence's length; scores are q . k * scale; window 0 and softcap 0 mean none.
-    Raises ValueError where `starts` does not rise from 0 to T.
+    Raises ValueError where `starts` does not rise from 0 to T, or q, k and v have different numbers of rows.
     """
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have the same rows, not {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
     return PACKED_ATTENTION.call(q, k, v, starts, max_length, scale, window, softcap, sinks)[0]

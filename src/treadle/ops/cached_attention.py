@@ -135,10 +135,14 @@ def _fits_native(q: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) 
     return (
         abi.on_cpu(q, key_cache, value_cache)
         and q.dtype == key_cache.dtype == value_cache.dtype
-        and q.shape[-1] <= MOST_HEAD_SIZE
+        and q.dim() == 3
+        and key_cache.dim() == 4
+        and key_cache.shape == value_cache.shape
+        and q.shape[-1] == key_cache.shape[-1] <= MOST_HEAD_SIZE
+        and q.shape[1] % key_cache.shape[2] == 0
         and key_cache.is_contiguous()
         and value_cache.is_contiguous()
-        and (sinks is None or sinks.is_cpu)
+        and (sinks is None or (sinks.is_cpu and sinks.shape == q.shape[1:2]))
     )
 
 

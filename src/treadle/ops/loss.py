@@ -110,10 +110,20 @@ LINEAR_CROSS_ENTROPY = Operator(
 _cross_entropy = abi.function("cross_entropy")
 
 
+def _fits(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, *_: Any) -> bool:
+    return (
+        abi.on_cpu(x, weight)
+        and x.dim() == 2
+        and targets.dtype == torch.int64
+        and targets.is_cpu
+        and targets.shape == token_weights.shape == x.shape[:1]
+    )
+
+
 @LINEAR_CROSS_ENTROPY.kernel(
     "native",
     native.missing,
-    accepts=lambda x, weight, targets, *_: abi.on_cpu(x, weight) and targets.dtype == torch.int64 and x.dim() == 2,
+    accepts=_fits,
     takes="float32 or bfloat16 on CPU",
 )
 def _native(
