@@ -290,11 +290,23 @@ def test_a_document_that_cannot_be_cut_invisibly_is_cut_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "MAX_PART_BYTES", 2 << 20)
-    text = "語" * (2 << 20)
+    for text in ("語" * (2 << 20), "line of words\n" * (1 << 18)):
+        (tmp_path / "x.txt").write_text(text)
+        found = pieces(tmp_path / "x.txt", safe_cut=lambda left, right: False)
+        assert len(found) > 1 and all(piece.forced for piece in found[:-1]) and not found[-1].forced
+        assert "".join(piece.data.decode() for piece in found) == text
+    # Bytes that are within a character everywhere: cut all the same.
+    (tmp_path / "x.txt").write_bytes(b"text" * (1 << 15) + b"\x80" * (5 << 20))
+    assert b"".join(documents(pieces(tmp_path / "x.txt"))) == (tmp_path / "x.txt").read_bytes()
+
+
+def test_a_document_without_separator_is_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_RECORD_BYTES", 100_000)
+    text = "語" * 100_000 + "|" + "x"
     (tmp_path / "x.txt").write_text(text)
-    found = pieces(tmp_path / "x.txt", safe_cut=lambda left, right: False)
-    assert len(found) > 1 and all(piece.forced for piece in found[:-1]) and not found[-1].forced
-    assert "".join(piece.data.decode() for piece in found) == text
+    found = pieces(tmp_path / "x.txt", ReadSettings(separator="|"))
+    assert [piece.forced for piece in found] == [True] * (len(found) - 2) + [False, False]
+    assert "".join(piece.data.decode() for piece in found) == text.replace("|", "")
 
 
 def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:

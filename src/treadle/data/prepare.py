@@ -161,12 +161,14 @@ def _run(
     try:
         journal = _tokenize(settings, found, journal, writers, work, tokenizer)
         if not any(writer.tokens or writer.closed for writer in writers.values()):
+            (out / JOURNAL).unlink(missing_ok=True)
             raise _empty(settings, found, journal)
         records = {split: writer.finish() for split, writer in writers.items()}
     finally:
         for writer in writers.values():
             writer.abandon()
     if not records["train"].tokens:
+        (out / JOURNAL).unlink(missing_ok=True)
         raise UserError(
             f"every document fell to validation, none is left to train on; lower --validation (now "
             f"{settings.validation})"

@@ -187,10 +187,15 @@ def _find_cut(data: bytes, safe_cut: SafeCut) -> tuple[int, bool]:
     if last < MAX_PART_BYTES:
         return 0, False
     cut = data.rfind(b"\n", half, last) + 1 or data.rfind(b" ", half, last) or last
-    cut = cut if cut > 0 else last
-    while data[cut] & 0xC0 == 0x80:  # not within a character
-        cut -= 1
-    return cut, True
+    return _character_start(data, cut if cut > 0 else last), True
+
+
+def _character_start(data: bytes, place: int) -> int:
+    """Return the place, or the one of up to three bytes before it that it lies within a UTF-8 character of."""
+    for start in range(place, max(place - 4, 0), -1):
+        if data[start] & 0xC0 != 0x80:
+            return start
+    return place
 
 
 def _cut_documents(source: Source, stream: Stream, settings: ReadSettings, at: Cursor) -> Iterator[_Step]:
@@ -205,29 +210,30 @@ def _cut_documents(source: Source, stream: Stream, settings: ReadSettings, at: C
             ended = not part
             data, begin = data[begin:] + part, 0
             continue
-        end, following = cut
+        end, following, forced = cut
         offset += following - begin
-        yield Piece("text", source.name, data[begin:end]), Cursor(file=at.file, offset=offset), stream.raw_position
+        piece = Piece("text", source.name, data[begin:end], forced=forced)
+        yield piece, Cursor(file=at.file, offset=offset), stream.raw_position
         begin = following
 
 
-def _document_end(data: bytes, begin: int, separator: bytes, size: int | None, ended: bool) -> tuple[int, int] | None:
-    """Return (where the document at `begin` ends, where the next one begins), or None: read more first."""
+def _document_end(
+    data: bytes, begin: int, separator: bytes, size: int | None, ended: bool
+) -> tuple[int, int, bool] | None:
+    """Return (where the document at `begin` ends, where the next begins, was it too long), or None: read on."""
     if separator:
         place = data.find(separator, begin)
         if place >= 0:
-            return place, place + len(separator)
+            return place, place + len(separator), False
     elif size is not None and len(data) - begin > size:
         place = data.find(b"\n", begin + size - 1)
         if place >= 0:
-            return place + 1, place + 1
+            return place + 1, place + 1, False
     if ended:
-        return len(data), len(data)
+        return len(data), len(data), False
     if len(data) - begin > MAX_RECORD_BYTES:
-        cut = begin + MAX_RECORD_BYTES
-        while data[cut] & 0xC0 == 0x80:
-            cut -= 1
-        return cut, cut
+        cut = _character_start(data, begin + MAX_RECORD_BYTES)
+        return cut, cut, True
     return None
 
 

@@ -96,7 +96,7 @@ def _expand_one(address: str, output: Path | None) -> Iterator[Source]:
 
 def _folder(folder: str, output: Path | None) -> Iterator[Source]:
     skipped = output.resolve() if output is not None else None
-    for directory, folders, names in os.walk(folder):
+    for directory, folders, names in os.walk(folder, onerror=_unreadable):
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and Path(directory, name).resolve() != skipped
         )
@@ -104,6 +104,10 @@ def _folder(folder: str, output: Path | None) -> Iterator[Source]:
             path = os.path.join(directory, name)
             if not name.startswith(".") and os.path.isfile(path):
                 yield _local(path)
+
+
+def _unreadable(error: OSError) -> None:
+    raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; make it readable or leave it out")
 
 
 def _local(path: str, named: bool = False) -> Source:
