@@ -97,7 +97,11 @@ class _Server(uvicorn.Server):
         patience = 0.0 if again else self.patience
         threading.Thread(target=self._end_requests, args=(patience,), daemon=True).start()
         if not again:
-            print("Stopping: no new requests; asked again, nothing more is waited for.", file=sys.stderr, flush=True)
+            print(
+                "Stopping: finishing the running requests, taking no new ones; a second signal ends at once.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _end_requests(self, patience: float) -> None:
         """Let requests finish, then end the rest with an error that their clients can read."""
