@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from treadle.config import UserError
-from treadle.data.documents import TokenizedBlock, TokenizeSettings, split_of, texts_of, tokenize
+from treadle.data.documents import TokenizedBlock, TokenizeSettings, split_of, texts_of, threshold, tokenize
 from treadle.data.reading import Piece
 from treadle.model.tokenizer import Tokenizer
 
@@ -160,3 +161,25 @@ def test_the_split_is_decided_by_the_content_alone(tokenizer: Tokenizer) -> None
     assert len(block.splits["validation"].lengths) == held_out
     assert split_of(b"\xff" * 32, 0.999) == "train" and split_of(b"\0" * 32, 1e-9) == "validation"
     assert split_of(b"\0" * 32, 0.0) == "train"
+
+
+def test_a_small_corpus_holds_out_the_document_of_the_smallest_hash() -> None:
+    digests = [hashlib.sha256(bytes([n])).digest() for n in range(40)]
+    read: list[bytes] = []
+
+    def watched(found: list[bytes]) -> Iterator[bytes]:
+        for digest in found:
+            read.append(digest)
+            yield digest
+
+    share = threshold(1e-6, watched(digests))
+    assert len(read) == 40
+    assert [d for d in digests if split_of(d, share) == "validation"] == [min(digests)]
+    assert threshold(1e-6, iter(reversed(digests))) == share
+    # One document, even many times, stays in training.
+    assert threshold(0.01, iter(digests[:1] * 5)) == 0.01
+    assert threshold(0.0, iter(digests)) == 0.0
+    # Where chance holds one out, that share is kept, and reading stops there.
+    read.clear()
+    assert threshold(0.3, watched(digests)) == 0.3
+    assert len(read) == 1 + next(n for n, d in enumerate(digests) if split_of(d, 0.3) == "validation")

@@ -287,9 +287,20 @@ def test_a_corpus_without_text_is_an_error(tmp_path: Path, tokenizer: Path) -> N
         prepare(settings(folder, tmp_path / "out", tokenizer, validation=0.9999))
     assert not (tmp_path / "out").exists()
     report = prepare(settings(folder, tmp_path / "out", tokenizer, validation=1e-9))
-    assert any(note.startswith("no document fell to validation: use a larger --validation") for note in report.notes)
-    with pytest.raises(UserError, match=r"split 'validation' .* is empty; prepare it with a larger --validation"):
+    assert any(note.startswith("one document cannot be divided, so none is held out") for note in report.notes)
+    with pytest.raises(UserError, match=r"split 'validation' .* is empty; prepare it again from more documents"):
         Corpus.open(tmp_path / "out", "validation")
+
+
+def test_a_small_corpus_still_has_something_to_validate_on(texts: Path, tmp_path: Path, tokenizer: Path) -> None:
+    report = prepare(settings(texts, tmp_path / "out", tokenizer, validation=1e-6))
+    assert report.manifest.splits["validation"].documents == 1
+    assert any("the one with the smallest hash was held out" in note for note in report.notes)
+    assert Corpus.open(tmp_path / "out", "validation").documents == 1
+    (texts / "000.txt").rename(texts / "zzz.txt")
+    prepare(settings(texts, tmp_path / "again", tokenizer, validation=1e-6))
+    one, other = (Corpus.open(tmp_path / name, "validation").document(0).tolist() for name in ("out", "again"))
+    assert one == other
 
 
 def test_other_peoples_folders_are_left_alone(texts: Path, tmp_path: Path, tokenizer: Path) -> None:

@@ -18,6 +18,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from treadle.config import UserError
 from treadle.data import reading
+from treadle.data.corpus_tokenizer import safe_cut_of
 from treadle.data.reading import Piece, ReadSettings, read_blocks
 from treadle.data.sources import expand
 from treadle.model.tokenizer import Tokenizer
@@ -267,7 +268,6 @@ def sentencepiece_like() -> Tokenizer:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "sentencepiece"])
 def test_long_documents_are_cut_only_where_the_tokens_do_not_tell(tmp_path: Path, kind: str) -> None:
-    from treadle.data.prepare import _safe_cut
     from treadle.model.tokenizer_build import LLAMA3_SPLIT
 
     tokenizer = {
@@ -277,7 +277,7 @@ def test_long_documents_are_cut_only_where_the_tokens_do_not_tell(tmp_path: Path
     }[kind]()
     text = random_text(11, 3 * BLOCK_BYTES)
     (tmp_path / "x.txt").write_text(text)
-    found = pieces(tmp_path / "x.txt", safe_cut=_safe_cut(tokenizer))
+    found = pieces(tmp_path / "x.txt", safe_cut=safe_cut_of(tokenizer))
     assert (len(found) > 1) == (kind != "sentencepiece")
     assert not any(piece.forced for piece in found)
     assert [piece.continues for piece in found] == [False] + [True] * (len(found) - 1)

@@ -60,7 +60,9 @@ class Corpus:
         if record is None:
             raise UserError(f"the corpus {folder} has no split '{split}'; it has: {', '.join(manifest.splits)}")
         if record.tokens == 0:
-            way_out = "prepare it with a larger --validation" if split == "validation" else "prepare it from more text"
+            way_out = "prepare it again from more documents"
+            if split == "validation":
+                way_out += " (--document-bytes cuts one into many) or with a --validation above 0"
             raise UserError(f"the split '{split}' of the corpus {folder} is empty; {way_out}")
         return cls(folder, split, manifest)
 

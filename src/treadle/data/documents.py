@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,6 +102,30 @@ class _Met:
 def split_of(digest: bytes, validation: float) -> str:
     """Return the split of a document by its content alone, so that order, names and other documents do not matter."""
     return "validation" if int.from_bytes(digest[:8], "big") < validation * 2.0**64 else "train"
+
+
+def threshold(validation: float, digests: Iterator[bytes]) -> float:
+    """Return the share to hold out so that something is: `validation`, or in a small corpus enough for one document.
+
+    Reads `digests` until one falls to validation, so in a corpus of any size about 1 / `validation` of them. Where none
+    does, the smallest takes that part, unless there is only one document.
+    """
+    if not validation:
+        return validation
+    seen: set[bytes] = set()
+    for digest in digests:
+        if split_of(digest, validation) == "validation":
+            return validation
+        seen = set(sorted({*seen, digest})[:2])
+    if len(seen) < 2:
+        return validation
+    return math.nextafter(int.from_bytes(min(seen)[:8], "big") / 2.0**64, 1.0)
+
+
+def digests_of(pieces: list[Piece], settings: TokenizeSettings) -> Iterator[bytes]:
+    """Yield what decides the split of each document of these pieces."""
+    for document in _documents(pieces, settings, _Met()):
+        yield document.digest
 
 
 def texts_of(pieces: list[Piece], settings: TokenizeSettings) -> Iterator[tuple[str, str]]:

@@ -22,8 +22,9 @@ JOURNAL = f"{PREPARING}/journal.json"
 
 
 class Journal(Settings):
-    """What is durable on disk."""
+    """What is durable on disk. `validation` is the share held out, once that is known."""
 
+    validation: float | None = None
     cursor: Cursor = Cursor()
     position: int = 0
     splits: dict[str, SplitState] = {}

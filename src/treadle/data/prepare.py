@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from treadle.config import Settings, TreadleError, UserError
-from treadle.config.files import atomic_folder, remove_leftovers, write_atomically
+from treadle.config.files import remove_leftovers, write_atomically
 from treadle.config.progress import amount_text, progress
-from treadle.data.documents import NAMES_KEPT, Counts, TokenizeSettings, texts_of
+from treadle.data.corpus_tokenizer import corpus_tokenizer, ends, given_tokenizer, safe_cut_of, sampled_texts
+from treadle.data.documents import NAMES_KEPT, Counts, TokenizeSettings, digests_of, threshold
 from treadle.data.journal import (
     JOURNAL,
     Journal,
@@ -36,7 +37,7 @@ from treadle.data.journal import (
     sync,
 )
 from treadle.data.pool import tokenize_blocks
-from treadle.data.reading import Block, ReadSettings, SafeCut, read_blocks
+from treadle.data.reading import Block, ReadSettings, read_blocks
 from treadle.data.shards import (
     MANIFEST,
     PREPARING,
@@ -111,7 +112,7 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
     out = settings.out
     found = expand(settings.sources, settings.exclude, out)
     refuse_foreign(out)
-    given = _given_tokenizer(settings.tokenizer) if settings.tokenizer else None
+    given = given_tokenizer(settings.tokenizer) if settings.tokenizer else None
     decisive = _decisive(settings, given)
     if (out / MANIFEST).is_file():
         manifest = read_manifest(out)
@@ -150,16 +151,28 @@ def _run(
     settings: PrepareSettings, given: Tokenizer | None, found: list[Source], journal: Journal
 ) -> tuple[Manifest, float]:
     out = settings.out
-    tokenizer = _tokenizer(settings, given, found)
-    bos_id, eos_id = _ends(settings, tokenizer)
+    read = ReadSettings(**{key: getattr(settings, key) for key in ReadSettings.model_fields})
+    work = TokenizeSettings(**{key: getattr(settings, key) for key in ("text_field", "validation", *POLICIES)})
+    if journal.validation is None:
+        digests = _digests(found, read, work)
+        journal = journal.model_copy(update={"validation": threshold(settings.validation, digests)})
+    work = work.model_copy(update={"validation": journal.validation})
+
+    def train() -> Tokenizer:
+        from treadle.model.tokenizer import Tokenizer
+
+        assert settings.train_tokenizer is not None
+        return Tokenizer.train(sampled_texts(found, read, work, settings.tokenizer_bytes), settings.train_tokenizer)
+
+    tokenizer = corpus_tokenizer(out, given, train)
+    bos_id, eos_id = ends(tokenizer, settings.bos, settings.eos)
     dtype = token_dtype(tokenizer.vocabulary_size)
     writers = {
         split: SplitWriter(out, split, dtype, settings.shard_tokens, journal.splits.get(split)) for split in SPLITS
     }
-    chosen = {key: getattr(settings, key) for key in ("text_field", "validation", *POLICIES)}
-    work = TokenizeSettings(**chosen, bos_id=bos_id, eos_id=eos_id)
+    work = work.model_copy(update={"bos_id": bos_id, "eos_id": eos_id})
     try:
-        journal = _tokenize(settings, found, journal, writers, work, tokenizer)
+        journal = _tokenize(settings, found, journal, writers, read, work, tokenizer)
         if not any(writer.tokens or writer.closed for writer in writers.values()):
             (out / JOURNAL).unlink(missing_ok=True)
             raise _empty(settings, found, journal)
@@ -176,19 +189,29 @@ def _run(
     return _finish(settings, found, journal, records, tokenizer, bos_id, eos_id), journal.seconds
 
 
+def _digests(found: list[Source], read: ReadSettings, work: TokenizeSettings) -> Iterator[bytes]:
+    total = sum(source.bytes or 0 for source in found)
+    with progress("Choosing what to hold out", total=total or None, unit="B") as step:
+        position = 0
+        for block in read_blocks(found, read):
+            yield from digests_of(block.pieces, work)
+            step(block.position - position)
+            position = block.position
+
+
 def _tokenize(
     settings: PrepareSettings,
     found: list[Source],
     journal: Journal,
     writers: dict[str, SplitWriter],
+    read: ReadSettings,
     work: TokenizeSettings,
     tokenizer: Tokenizer,
 ) -> Journal:
     """Write every document from the journal's place on, and keep the journal. Returns its last state."""
-    read = ReadSettings(**{key: getattr(settings, key) for key in ReadSettings.model_fields})
     sizes = [source.bytes for source in found]
     total = None if None in sizes else sum(size or 0 for size in sizes)
-    blocks = read_blocks(found, read, journal.cursor, _safe_cut(tokenizer))
+    blocks = read_blocks(found, read, journal.cursor, safe_cut_of(tokenizer))
     tokenized = tokenize_blocks(blocks, settings.out / "tokenizer", work, _workers(settings, total))
     synced = started = time.monotonic()
     before, at = journal.seconds, journal.position
@@ -237,88 +260,6 @@ def _workers(settings: PrepareSettings, total: int | None) -> int:
     return cores() if total is None else min(cores(), math.ceil(total / IN_PROCESS_BYTES))
 
 
-def _given_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer of a model's folder, of a prepared corpus, of a GGUF file, or of a tokenizer.json."""
-    from treadle.model.tokenizer import Tokenizer
-
-    place = Path(path)
-    if place.is_file() and place.suffix == ".gguf":
-        from treadle.weights.gguf import GgufFile
-        from treadle.weights.gguf_tokenizer import gguf_tokenizer
-
-        return gguf_tokenizer(GgufFile.open(place))
-    if place.is_file() and place.name == "tokenizer.json":
-        place = place.parent
-    if (place / MANIFEST).is_file() and (place / "tokenizer").is_dir():
-        place = place / "tokenizer"
-    return Tokenizer.load(place)
-
-
-def _tokenizer(settings: PrepareSettings, given: Tokenizer | None, found: list[Source]) -> Tokenizer:
-    """Return the tokenizer, which then lies in the corpus's own folder: the given one, or one trained now or before."""
-    from treadle.model.tokenizer import Tokenizer
-
-    folder = settings.out / "tokenizer"
-    if folder.is_dir():
-        return Tokenizer.load(folder)
-    tokenizer = given
-    if tokenizer is None:
-        assert settings.train_tokenizer is not None
-        tokenizer = Tokenizer.train(_sampled_texts(settings, found), settings.train_tokenizer)
-    with atomic_folder(folder) as aside:
-        tokenizer.save(aside)
-    return Tokenizer.load(folder)
-
-
-def _sampled_texts(settings: PrepareSettings, found: list[Source]) -> Iterator[str]:
-    """Yield at most `tokenizer_bytes` of the training documents, evenly from all sources, the same ones every time.
-
-    Every n-th block is kept, and n doubles whenever that has become too much: one pass, in memory of that size.
-    """
-    read = ReadSettings(**{key: getattr(settings, key) for key in ReadSettings.model_fields})
-    work = TokenizeSettings(**{key: getattr(settings, key) for key in ("text_field", "validation", *POLICIES)})
-    kept: list[list[str]] = []
-    every, number, size = 1, 0, 0
-    total = sum(source.bytes or 0 for source in found)
-    with progress("Reading text for the tokenizer", total=total or None, unit="B") as step:
-        position = 0
-        for block in read_blocks(found, read):
-            step(block.position - position)
-            position = block.position
-            texts = [text for split, text in texts_of(block.pieces, work) if split == "train"]
-            if not texts:
-                continue
-            if number % every == 0:
-                kept.append(texts)
-                size += sum(map(len, texts))
-            number += 1
-            while size > settings.tokenizer_bytes and len(kept) > 1:
-                kept, every = kept[::2], 2 * every
-                size = sum(len(text) for texts in kept for text in texts)
-    for texts in kept:
-        yield from texts
-
-
-def _ends(settings: PrepareSettings, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
-    """Return the ids to put before and after each document."""
-    bos_id = tokenizer.bos_id
-    if settings.bos == "always" and bos_id is None:
-        raise UserError("--bos always: the tokenizer has no BOS token; leave the option out")
-    if settings.bos == "never" or (settings.bos == "auto" and tokenizer.encode("")[:1] != [bos_id]):
-        bos_id = None
-    return bos_id, tokenizer.eos_ids[0] if settings.eos and tokenizer.eos_ids else None
-
-
-def _safe_cut(tokenizer: Tokenizer) -> SafeCut:
-    def safe(left: str, right: str) -> bool:
-        whole, first, second = tokenizer.encode_batch(
-            [left + right, left, right], special_tokens=False, parse_special=False
-        )
-        return whole == first + second
-
-    return safe
-
-
 def _empty(settings: PrepareSettings, found: list[Source], journal: Journal) -> UserError:
     reasons = []
     if journal.skipped:
@@ -357,6 +298,7 @@ def _finish(
         settings=given,
         sources={"files": len(found), "bytes": sum(source.bytes or 0 for source in found), "given": settings.sources},
         report={
+            "held_out_share": journal.validation,
             "binary_files": journal.skipped,
             **counts.model_dump(exclude={"names"}),
             "names": counts.names | ({"binary_files": journal.skipped_names} if journal.skipped else {}),
@@ -401,8 +343,12 @@ def _report(folder: Path, manifest: Manifest, seconds: float, reused: bool) -> P
         (met.empty, f"{counted(met.empty, 'empty document')} left out{such('empty')}"),
         (met.forced_cuts, f"{counted(met.forced_cuts, 'cut')} in long documents may show{such('forced_cuts')}"),
         (
+            manifest.settings.get("validation") != manifest.report.get("held_out_share"),
+            "by chance no document fell to validation, so the one with the smallest hash was held out",
+        ),
+        (
             manifest.settings.get("validation") and not manifest.splits["validation"].documents,
-            "no document fell to validation: use a larger --validation, or cut long files with --document-bytes 65536",
+            "one document cannot be divided, so none is held out: cut it into many with --document-bytes 65536",
         ),
         (manifest.tokenizer.eos_id is None, "the tokenizer has no EOS token, so documents end without one"),
     ]
