@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-
 # A job in the background of a script has Ctrl-C ignored, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

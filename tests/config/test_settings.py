@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from treadle.config import Settings, UserError, load_settings, parse_settings
 from treadle.config.settings import save_settings, set_dotted
@@ -74,6 +74,21 @@ def test_each_mistake_is_named_in_one_line(tmp_path: Path, text: str, overrides:
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_what_two_keys_must_agree_on_is_said_without_a_name() -> None:
+    class Pair(Settings):
+        low: int = 1
+        high: int = 2
+
+        @model_validator(mode="after")
+        def _ordered(self) -> Pair:
+            if self.low > self.high:
+                raise ValueError("low must not be above high")
+            return self
+
+    with pytest.raises(UserError, match=r"^the settings: low must not be above high$"):
+        parse_settings(Pair, {"low": 3})
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
     shown = repr(problem.get("input"))
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     if problem["type"] in ("value_error", "assertion_error"):
-        return f"'{name}': {message}"
+        return f"'{name}': {message}" if location else message
     return f"'{name}' is {shown}: {message[0].lower() + message[1:]}"
 
 
