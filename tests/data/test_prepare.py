@@ -197,6 +197,20 @@ def test_an_interrupt_keeps_what_was_done(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_an_interrupt_keeps_a_trained_tokenizer(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given) -> TokenizedBlock:
+        raise KeyboardInterrupt
+
+    prepare(settings(texts, tmp_path / "whole", None, train_tokenizer=350))
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "tokenize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(settings(texts, tmp_path / "out", None, train_tokenizer=350, workers=0))
+    monkeypatch.setattr(Tokenizer, "train", lambda *_: pytest.fail("it trained the tokenizer again"))
+    prepare(settings(texts, tmp_path / "out", None, train_tokenizer=350))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_a_second_run_reuses_what_is_there(
     texts: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

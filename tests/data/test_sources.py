@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from treadle.config import UserError
 from treadle.data import sources
 from treadle.data.sources import difference, expand, to_lines
+from treadle.data.streams import open_stream
 
 
 @pytest.fixture
@@ -78,6 +80,17 @@ def test_addresses_of_fsspec_are_expanded_like_paths() -> None:
     assert names("memory://corpus/*.txt") == ["memory:///corpus/a.txt"]
     (only,) = expand(["memory://corpus/a.txt"])
     assert (only.name, only.bytes, only.named) == ("memory://corpus/a.txt", 1, True)
+
+
+def test_files_within_an_archive_keep_its_name(tree: Path) -> None:
+    with zipfile.ZipFile("z.zip", "w") as archive:
+        archive.writestr("a.txt", "one")
+        archive.writestr("sub/b.txt", "two")
+    found = expand(["zip://**/*.txt::z.zip"])
+    assert [source.name for source in found] == ["zip://a.txt::z.zip", "zip://sub/b.txt::z.zip"]
+    for source, content in zip(found, (b"one", b"two"), strict=True):
+        with open_stream(source) as stream:
+            assert stream.read(10) == content
 
 
 def test_a_part_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:

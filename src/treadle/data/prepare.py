@@ -131,7 +131,9 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
         try:
             manifest, seconds = _run(settings, given, found, journal)
         except BaseException as error:
-            kept = (out / JOURNAL).is_file()
+            # What took long is kept for the next run: what the journal tells of, and a tokenizer trained here.
+            trained = settings.train_tokenizer is not None and (out / "tokenizer").is_dir()
+            kept = (out / JOURNAL).is_file() or (trained and not isinstance(error, UserError))
             if not kept:
                 remove_corpus(out, folder_too=created)
             if isinstance(error, TreadleError) and kept:

@@ -136,8 +136,9 @@ def _remote(address: str) -> Iterator[Source]:
     infos = sorted((info for info in infos if info["type"] == "file"), key=lambda info: info["name"])
     if not infos:
         raise UserError(f"{address} holds no file; check the address")
+    _, chained, outer = address.partition("::")  # zip://*.txt::archive.zip: within what
     for info in infos:
-        name = address if named else system.unstrip_protocol(info["name"])
+        name = address if named else system.unstrip_protocol(info["name"]) + chained + outer
         stamp = next((info[key] for key in ("ETag", "etag", "LastModified", "mtime", "created") if info.get(key)), "")
         yield Source(name=name, bytes=info.get("size"), stamp=str(stamp), named=named)
 
