@@ -87,8 +87,9 @@ def test_half_a_surrogate_pair_in_json_is_invalid_utf8(tokenizer: Tokenizer) -> 
 
 def test_a_mark_of_byte_order_is_no_text_and_empty_documents_are_left_out(tokenizer: Tokenizer) -> None:
     pieces = [text("\ufeffmarked".encode()), text(b""), text(b" \n\t"), lines({"text": ""}, {"text": None})]
+    pieces.append(Piece("lines", "y.jsonl", b'\xef\xbb\xbf{"text": "as well"}\r\n'))
     block = tokenize(pieces, TokenizeSettings(**ALL_TRAIN), tokenizer)
-    assert decoded(block, tokenizer) == ["marked"]
+    assert decoded(block, tokenizer) == ["marked", "as well"]
     assert block.counts.empty == 4
 
 

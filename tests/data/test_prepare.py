@@ -317,6 +317,19 @@ def test_a_small_corpus_still_has_something_to_validate_on(texts: Path, tmp_path
     assert one == other
 
 
+def test_names_may_be_any_bytes(tmp_path: Path, tokenizer: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in (b"not\xffutf8.txt", b"two\nlines.txt"):
+        Path(os.fsdecode(bytes(folder) + b"/" + name)).write_bytes(b"some text and a wrong byte \xff")
+    chosen = settings(folder, tmp_path / "out", tokenizer, validation=0)
+    report = prepare(chosen)
+    assert report.manifest.splits["train"].documents == 2
+    named: dict = report.manifest.report["names"]  # pyrefly: ignore
+    assert [Path(name).name for name in named["invalid_utf8"]] == ["not\\udcffutf8.txt", "two\\nlines.txt"]
+    assert prepare(chosen).reused
+
+
 def test_other_peoples_folders_are_left_alone(texts: Path, tmp_path: Path, tokenizer: Path) -> None:
     out = tmp_path / "thesis"
     out.mkdir()

@@ -159,7 +159,7 @@ def test_a_small_file_that_stands_for_very_much_is_read_in_bounded_memory(tmp_pa
 def test_an_explicit_binary_file_is_refused_one_among_others_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"\x7fELF\0\1\2")
     (tmp_path / "x.txt").write_text("text")
-    with pytest.raises(UserError, match=r"x.bin is not text but a binary file"):
+    with pytest.raises(UserError, match=r"x.bin is not text but binary"):
         pieces(tmp_path / "x.bin")
     (block,) = read_blocks(expand([str(tmp_path)]), ReadSettings())
     assert block.skipped == [str(tmp_path / "x.bin")]

@@ -16,12 +16,14 @@ from treadle.config import Settings, UserError
 from treadle.config.errors import nearest
 from treadle.data.reading import CHAT_FIELDS, Piece
 from treadle.data.shards import token_dtype
+from treadle.data.sources import shown
 from treadle.data.writer import TokenizedDocuments
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
 
 NAMES_KEPT = 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # ShareGPT's names for who speaks.
 SPEAKERS = {
     "human": "user",
@@ -93,7 +95,7 @@ class _Met:
         self.numbers[kind] = self.numbers.get(kind, 0) + 1
         kept = self.names.setdefault(kind, []) if name else None
         if kept is not None and len(kept) < NAMES_KEPT:
-            kept.append(name)
+            kept.append(shown(name))
 
     def counts(self) -> Counts:
         return Counts(**self.numbers, names=self.names)
@@ -219,7 +221,7 @@ def _documents(pieces: list[Piece], settings: TokenizeSettings, met: _Met) -> It
         else:
             if piece.forced:
                 met.note("forced_cuts", piece.name)
-            data = piece.data if piece.continues else piece.data.removeprefix(b"\xef\xbb\xbf")
+            data = piece.data if piece.continues else piece.data.removeprefix(BYTE_ORDER_MARK)
             text = _decoded(data, piece.name, settings, met, part=bool(piece.digest))
             if text is None:
                 continue
@@ -245,7 +247,8 @@ def _decoded(data: bytes, name: str, settings: TokenizeSettings, met: _Met, part
 
 
 def _records(piece: Piece, settings: TokenizeSettings, met: _Met) -> Iterator[_Document]:
-    for number, line in enumerate(piece.data.split(b"\n"), start=piece.record + 1):
+    data = piece.data if piece.record else piece.data.removeprefix(BYTE_ORDER_MARK)
+    for number, line in enumerate(data.split(b"\n"), start=piece.record + 1):
         if not line.strip():
             continue
         name = f"{piece.name} line {number}"

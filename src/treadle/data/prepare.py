@@ -48,7 +48,7 @@ from treadle.data.shards import (
     read_manifest,
     token_dtype,
 )
-from treadle.data.sources import Source, expand, to_lines
+from treadle.data.sources import Source, expand, shown, to_lines
 from treadle.data.writer import SplitWriter
 from treadle.device.host import cores
 
@@ -298,7 +298,11 @@ def _finish(
         ),
         splits=records,
         settings=given,
-        sources={"files": len(found), "bytes": sum(source.bytes or 0 for source in found), "given": settings.sources},
+        sources={
+            "files": len(found),
+            "bytes": sum(source.bytes or 0 for source in found),
+            "given": [shown(source) for source in settings.sources],
+        },
         report={
             "held_out_share": journal.validation,
             "binary_files": journal.skipped,

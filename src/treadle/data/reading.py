@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from treadle.config import Settings, UserError
 from treadle.config.errors import nearest
-from treadle.data.sources import Source, documents_of
+from treadle.data.sources import Source, documents_of, shown
 from treadle.data.streams import Stream, format_of, open_stream
 
 BLOCK_BYTES = 1 << 20
@@ -96,7 +96,7 @@ def read_blocks(
         at = start if index == start.file else Cursor(file=index)
         for piece, cursor, position in _pieces(source, settings, at, safe_cut or (lambda left, right: True)):
             if piece is None:
-                block.skipped.append(source.name)
+                block.skipped.append(shown(source.name))
                 continue
             block.pieces.append(piece)
             block.size += len(piece.data)
@@ -124,7 +124,10 @@ def _pieces(source: Source, settings: ReadSettings, at: Cursor, safe_cut: SafeCu
         kind = format_of(source, stream, settings.format)
         if kind == "binary":
             if source.named:
-                raise UserError(f"{source.name} is not text but a binary file; leave it out, or convert it to text")
+                raise UserError(
+                    f"{source.name} is not text but binary, or not in UTF-8; leave it out, or convert it "
+                    "(iconv -t UTF-8)"
+                )
             yield None, at, 0
         elif kind == "jsonl":
             yield from _json_lines(source, stream, at)

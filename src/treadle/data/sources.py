@@ -156,9 +156,14 @@ def documents_of(source: Source) -> Iterator[Document]:
         ) from error
 
 
+def shown(name: str) -> str:
+    """Return a file's name fit to print and to store: one line, and escapes for bytes that are not UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
+
+
 def to_lines(found: Iterable[Source]) -> bytes:
     """Return the sources as JSON, one line each."""
-    return b"".join(json.dumps(source.model_dump(), ensure_ascii=False).encode() + b"\n" for source in found)
+    return b"".join(json.dumps(source.model_dump()).encode() + b"\n" for source in found)
 
 
 def difference(before: bytes, after: bytes) -> str | None:

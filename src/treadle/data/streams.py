@@ -25,7 +25,7 @@ MAGIC = {rb"\x1f\x8b": "gzip", rb"BZh[1-9]1AY&SY": "bzip2", rb"\xfd7zXZ\0": "xz"
 FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 BINARY_MAGIC = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"\x7fELF", b"Rar!", b"7z\xbc\xaf\x27\x1c")
 # More than this share of bytes that no text has: it is no text.
-BINARY_SHARE = 0.1
+BINARY_SHARE = 0.3
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
