@@ -137,6 +137,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, corpus: Path) -> None:
     ranks = workers(process)
     # A rank that does not react keeps the first from having an effect.
     ranks[1].suspend()
+    # A process that is not yet scheduled would take the lower-numbered SIGTERM before it stops.
+    until(lambda: ranks[1].status() == psutil.STATUS_STOPPED)
     process.send_signal(signal.SIGINT)
     until(lambda: pending(ranks[1], signal.SIGTERM))
     process.send_signal(signal.SIGINT)
