@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,16 @@ def test_an_interrupted_preparation_notices_changes_to_what_it_read(
     with pytest.raises(UserError, match=r"cannot go on: .*000.txt has changed; add --overwrite"):
         prepare(settings(texts, out, tokenizer))
     os.utime(texts / "000.txt", ns=(before, before))
+    # Starting again with larger shards leaves no file of the smaller ones.
+    shutil.copytree(out, tmp_path / "again")
+    (tmp_path / "again" / "train-00077.tokens").write_bytes(b"left over")
+    os.rename(texts / "x-damaged.txt.gz", tmp_path / "aside")
+    prepare(settings(texts, tmp_path / "again", tokenizer, shard_tokens=10**6, overwrite=True))
+    assert [path.name for path in sorted((tmp_path / "again").glob("train-*"))] == [
+        "train-00000.documents",
+        "train-00000.tokens",
+    ]
+    os.rename(tmp_path / "aside", texts / "x-damaged.txt.gz")
     # What it had not read yet may be mended.
     (texts / "x-damaged.txt.gz").write_bytes(gzip.compress(b"text " * 1000))
     prepare(settings(texts, out, tokenizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from treadle.config import UserError
 from treadle.config.progress import progress
-from treadle.data.shards import Manifest, advise_random, file_digest, inside, map_file, read_manifest
+from treadle.data.shards import Manifest, ShardRecord, advise_random, file_digest, inside, map_file, read_manifest
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
@@ -149,7 +150,7 @@ class Corpus:
     def _shard_of(self, token: int) -> int:
         return int(np.searchsorted(self._token_ends, token, side="right"))
 
-    def _gather(self, start: int, end: int, dtype: type, piece) -> NDArray:
+    def _gather(self, start: int, end: int, dtype: type, piece: Callable[[_Shard, int, int], NDArray]) -> NDArray:
         if not 0 <= start <= end <= self.tokens:
             raise IndexError(f"tokens {start} to {end} are outside of 0 to {self.tokens}")
         out = np.empty(end - start, dtype)
@@ -167,7 +168,7 @@ class Corpus:
 class _Shard:
     """The mapped files of one shard."""
 
-    def __init__(self, folder: Path, record, dtype: str) -> None:
+    def __init__(self, folder: Path, record: ShardRecord, dtype: str) -> None:
         self.length, self.documents = record.tokens, record.documents
         self.path = folder / record.files["tokens"].name
         self.tokens = map_file(folder, record.files["tokens"], dtype, record.tokens)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from treadle.config import Settings, UserError
 from treadle.config.files import disk_errors, remove_leftovers, write_atomically
 from treadle.data.documents import Counts
 from treadle.data.reading import Cursor
-from treadle.data.shards import MANIFEST, PREPARING, SPLITS, Manifest, check_file, file_digest
+from treadle.data.shards import MANIFEST, PREPARING, SPLITS, FileKind, Manifest, check_file, file_digest
 from treadle.data.sources import Source, difference, to_lines
 from treadle.data.writer import SplitState, SplitWriter
 
 JOURNAL = f"{PREPARING}/journal.json"
+_SHARD_FILE = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({'|'.join(get_args(FileKind))})")
 
 
 class Journal(Settings):
@@ -39,15 +43,19 @@ def remove_corpus(folder: Path, folder_too: bool = False) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
     for name in ("tokenizer", "packing", PREPARING):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for pattern in ("[0-9]" * 5 + ".tokens", "[0-9]" * 5 + ".documents", "[0-9]" * 5 + ".mask"):
-        for split in SPLITS:
-            for path in folder.glob(f"{split}-{pattern}"):
-                path.unlink()
+    remove_shards(folder)
     (folder / "sources.jsonl").unlink(missing_ok=True)
     remove_leftovers(folder)
     if folder_too:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def remove_shards(folder: Path, but: Collection[str] = ()) -> None:
+    """Remove the files of shards, `but` those named."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _SHARD_FILE.fullmatch(path.name) and path.name not in but:
+            path.unlink()
 
 
 def refuse_foreign(out: Path) -> None:
@@ -119,9 +127,12 @@ def begin(out: Path, decisive: dict[str, Any], found: list[Source], overwrite: b
     journal = Journal()
     if (preparing / "settings.json").is_file():
         before = json.loads((preparing / "settings.json").read_bytes())
-        if (out / JOURNAL).is_file():
-            journal = Journal.model_validate_json((out / JOURNAL).read_bytes())
-        changed = changed_since(out, before, decisive, found, whole=False, cursor=journal.cursor)
+        try:
+            if (out / JOURNAL).is_file():
+                journal = Journal.model_validate_json((out / JOURNAL).read_bytes())
+            changed = changed_since(out, before, decisive, found, whole=False, cursor=journal.cursor)
+        except ValidationError:
+            changed = "it was begun by another version of Treadle"
         if changed is not None:
             if not overwrite:
                 raise UserError(
@@ -129,6 +140,7 @@ def begin(out: Path, decisive: dict[str, Any], found: list[Source], overwrite: b
                     "add --overwrite to start again"
                 )
             journal = Journal()
+            remove_shards(out)
             shutil.rmtree(out / "tokenizer", ignore_errors=True)
             (out / JOURNAL).unlink(missing_ok=True)
     write_atomically(preparing / "sources.jsonl", to_lines(found))

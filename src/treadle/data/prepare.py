@@ -34,6 +34,7 @@ from treadle.data.journal import (
     locked,
     refuse_foreign,
     remove_corpus,
+    remove_shards,
     sync,
 )
 from treadle.data.pool import tokenize_blocks
@@ -310,6 +311,8 @@ def _finish(
             "names": counts.names | ({"binary_files": journal.skipped_names} if journal.skipped else {}),
         },
     )
+    written = {file.name for split in records.values() for shard in split.shards for file in shard.files.values()}
+    remove_shards(out, but=written)  # an interrupted run may have got further, from sources that have changed since
     write_atomically(out / "sources.jsonl", to_lines(found))
     # The manifest is what makes it a corpus: it comes last.
     write_atomically(out / MANIFEST, json.dumps(manifest.model_dump(mode="json"), indent=1).encode())
