@@ -67,6 +67,16 @@ def quietly(tree: dict[str, Any]) -> None:
     train(tree)
 
 
+def kill_group(group: int, deadline: float) -> None:
+    """Kill a process group, which a process that has just started may not have made yet."""
+    while True:
+        try:
+            return os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
 def killed_at_random(
     run: Path, kills: int, moments: random.Random, start: Callable[[], int], wait: Callable[[int], None]
 ) -> None:
@@ -82,7 +92,7 @@ def killed_at_random(
             assert time.monotonic() < deadline
             time.sleep(0.002)
         time.sleep(moments.uniform(0, 0.03))
-        os.killpg(group, signal.SIGKILL)
+        kill_group(group, deadline)
         wait(group)
 
         reached = steps_logged(run)

@@ -34,7 +34,6 @@ class Parts(Generic[T]):
         self.kind = kind
         self.group = group or f"treadle.{kind.replace(' ', '_')}s"
         self._own: dict[str, T] = {}
-        self._loaded: dict[str, T] = {}
 
     def add(self, name: str) -> Callable[[Any], Any]:
         """Register the decorated part under `name`."""
@@ -54,21 +53,17 @@ class Parts(Generic[T]):
         """Return the part; raises UserError naming the nearest known one, or the package that failed to import."""
         if name in self._own:
             return self._own[name]
-        if name not in self._loaded:
-            for entry in self._entries():
-                if entry.name == name:
-                    try:
-                        self._loaded[name] = entry.load()
-                    except Exception as error:
-                        package = entry.dist.name if entry.dist else entry.value
-                        raise UserError(
-                            f"the {self.kind} '{name}' of package '{package}' does not import: {error}"
-                        ) from error
-                    break
-            else:
-                known = self.names()
-                raise UserError(f"unknown {self.kind} '{name}'{nearest(name, known) or '; known: ' + ', '.join(known)}")
-        return self._loaded[name]
+        for entry in self._entries():
+            if entry.name == name:
+                try:
+                    return entry.load()
+                except Exception as error:
+                    package = entry.dist.name if entry.dist else entry.value
+                    raise UserError(
+                        f"the {self.kind} '{name}' of package '{package}' does not import: {error}"
+                    ) from error
+        known = self.names()
+        raise UserError(f"unknown {self.kind} '{name}'{nearest(name, known) or '; known: ' + ', '.join(known)}")
 
     def _entries(self) -> list[importlib.metadata.EntryPoint]:
         return list(importlib.metadata.entry_points(group=self.group))
