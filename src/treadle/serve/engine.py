@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
 
 from treadle.config import Settings, TreadleError, UserError, parse_settings
@@ -75,7 +76,8 @@ class Engine:
         self._cancellations = False
         self._refusing = ""
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="treadle-engine", daemon=True)
+        threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="treadle-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -258,8 +260,9 @@ class Engine:
                     request.cancelled = self._cancellations = True
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        """The engine's thread."""
+    def _run(self, threads: int) -> None:
+        """The engine's thread. It computes with as many threads as whoever started it."""
+        torch.set_num_threads(threads)
         why = "the engine is closed; it takes no more requests"
         try:
             while self._collect():
