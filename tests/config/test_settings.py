@@ -62,6 +62,8 @@ def test_override_makes_the_path_it_needs() -> None:
         ("train: {steps: 1}\ntrain: {steps: 2}", [], ["run.yaml", "'train' is given twice"]),
         ("- 1", [], ["keys and values"]),
         ("a: [", [], ["not valid YAML"]),
+        ("? [1]\n: 2", [], ["not valid YAML", "a key is not a word"]),
+        ("sources: [1]", ["sources.0.path.name=a"], ["sources.0.path"]),
         ("", ["train.steps"], ["train.steps", "key.path=value"]),
         ("", ["sources.0.path=a"], ["'sources'", "valid list"]),
         ("sources: [{path: a}]", ["sources.3.path=a"], ["sources", "list of 1"]),

@@ -98,6 +98,7 @@ def test_the_listing_says_what_runs_and_why_not(double: Operator, monkeypatch: p
     assert entry["kernels"] == [{"name": "fast", "takes": "torch.float32", "refused": "it is too hot"}]
     assert entry["schema"] == "double(Tensor x) -> Tensor"
     assert fallbacks([entry]) == ["double runs on its reference: it is too hot"]
+    assert fallbacks([entry, entry]) == ["2 operators run on their references: it is too hot"]
     add_kernel(double, "other", 4)
     assert listing()[0]["runs"] == "other" and fallbacks(listing()) == []
 

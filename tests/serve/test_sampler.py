@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle import ops
+from treadle.ops import OPERATORS, native
 from treadle.serve.request import Request, SamplingSettings
 from treadle.serve.sampler import adjust, choose, derive_seed, uniform
 
@@ -42,6 +44,17 @@ def test_seeds_that_differ_in_any_bit_draw_differently() -> None:
     assert len({uniform(12345 ^ (1 << bit), 7) for bit in range(64)} | {base}) == 65
     assert len({derive_seed(5, index) for index in range(100)}) == 100
     assert derive_seed(5, 0) == 5
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="there is no native library here")
+def test_sampling_gives_its_kernel_what_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    sample = ops.sample
+    monkeypatch.setattr(
+        ops, "sample", lambda *given: (seen.append(OPERATORS.get("sample").chosen(*given)), sample(*given))[1]
+    )
+    draw(torch.zeros(1, 8), request(temperature=0.5, top_k=3, top_p=0.9))
+    assert seen == ["native"]
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -159,6 +159,22 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_the_data(tmp_path: Path
     assert records[2]["loss"] != pytest.approx(records[1]["loss"])
 
 
+def test_steps_taken_again_after_a_rewind_are_evaluated_again(tmp_path: Path, run_corpus: Path) -> None:
+    changes = {"spikes": {"policy": "rewind"}, "checkpoint": {"every": 2}, "evaluation": {"every": 3, "tokens": 64}}
+    # Step 3 is evaluated, step 4 is bad: the run goes back to step 2.
+    go(run_settings(tmp_path / "run", run_corpus, **changes), feed=poisoned(run_corpus, range(36, 48)))
+    evaluated = [record["step"] for record in metrics(tmp_path / "run") if "validation_loss" in record]
+    assert evaluated == [3, 6]
+
+
+def test_kernels_that_do_not_run_are_said_at_the_start(
+    tmp_path: Path, run_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TREADLE_KERNELS", "reference")
+    go(run_settings(tmp_path / "run", run_corpus, train={"steps": 1}, schedule={"warmup_steps": 0}))
+    assert "operators run on their references: TREADLE_KERNELS=reference leaves it out" in capsys.readouterr().err
+
+
 def test_a_spike_before_any_checkpoint_rewinds_to_the_beginning(tmp_path: Path, run_corpus: Path) -> None:
     tree = run_settings(tmp_path / "run", run_corpus, spikes={"policy": "rewind"})
     outcome = go(tree, feed=poisoned(run_corpus, range(12, 24)))

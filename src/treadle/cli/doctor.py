@@ -14,7 +14,7 @@ app = verb_app("Show what this machine can do and what Treadle will use.")
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
 EXTRAS = {
-    "s3": ("s3fs", "read and write s3:// addresses"),
+    "s3": ("s3fs", "read s3:// addresses"),
     "mlflow": ("mlflow", "log runs to MLflow"),
     "tensorboard": ("tensorboard", "log runs to TensorBoard"),
     "eval": ("lm_eval", "evaluate on lm-eval's tasks"),
@@ -96,7 +96,7 @@ def show(report: dict[str, Any]) -> None:
     cache = report["cache"]
     _row("Cache", f"{cache['folder']}, " + ("not writable" if cache["problem"] else f"{_gib(cache['free'])} free"))
     print()
-    for warning in _merged(report["warnings"]):
+    for warning in report["warnings"]:
         _row("Note", warning)
     for problem in report["problems"]:
         _row("Problem", problem)
@@ -110,20 +110,6 @@ def show(report: dict[str, Any]) -> None:
 def _row(name: str, text: str) -> None:
     width = max(40, min(shutil.get_terminal_size().columns, 110))
     print(textwrap.fill(text, width, initial_indent=f"{name:<14}", subsequent_indent=" " * 14, break_long_words=False))
-
-
-def _merged(warnings: list[str]) -> list[str]:
-    """Say a reason that several operators share once."""
-    by_reason: dict[str, list[str]] = {}
-    for warning in warnings:
-        name, separator, reason = warning.partition(" runs on its reference: ")
-        by_reason.setdefault(reason if separator else warning, []).append(name if separator else "")
-    return [
-        f"{len(names)} operators run on their references: {reason}"
-        if names[0] and len(names) > 1
-        else (f"{names[0]} runs on its reference: {reason}" if names[0] else reason)
-        for reason, names in by_reason.items()
-    ]
 
 
 def _ceilings(step: Any) -> dict[str, float]:

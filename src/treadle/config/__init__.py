@@ -1,4 +1,4 @@
-"""What every layer stands on: errors, strict settings, progress, plug-ins, safe writing, metric declarations."""
+"""What every layer stands on: errors, strict settings, progress, plug-ins, safe writing."""
 
 from treadle.config.errors import TreadleError, UserError
 from treadle.config.settings import Settings, load_settings, parse_settings

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +60,8 @@ def read_yaml(path: str | Path) -> Any:
         return yaml.load(file.read_text("utf-8"), _UniqueKeyLoader) or {}  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; make it readable") from error
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -69,6 +71,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a word", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", key_node.start_mark)
             seen.add(key)
@@ -89,12 +93,14 @@ def set_dotted(tree: dict[str, Any], override: str) -> None:
     for index, key in enumerate(keys):
         last = index == len(keys) - 1
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not key.isdecimal() or int(key) >= len(node):
                 raise UserError(
                     f"'{override}': '{'.'.join(keys[:index])}' is a list of {len(node)}, '{key}' is not in it"
                 )
             if last:
                 node[int(key)] = value
+            elif not isinstance(node[int(key)], (dict, list)):
+                node[int(key)] = {}
             node = node[int(key)]
         elif last:
             node[key] = value

@@ -39,12 +39,20 @@ def _entry(operator: Operator) -> dict[str, Any]:
 
 
 def fallbacks(entries: list[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each operator that has kernels of which none runs here."""
-    sentences = []
+    """Return a sentence for the operators that have kernels of which none runs here, one for each reason."""
+    sentences: list[str] = []
+    by_reason: dict[str, list[str]] = {}
     for entry in entries:
         if "error" in entry:
             sentences.append(entry["error"])
         elif entry["kernels"] and entry["runs"] == "reference":
             reasons = "; ".join(dict.fromkeys(kernel["refused"] for kernel in entry["kernels"]))
-            sentences.append(f"{entry['operator']} runs on its reference: {reasons}")
+            by_reason.setdefault(reasons, []).append(entry["operator"])
+    for reason, names in by_reason.items():
+        who = (
+            f"{names[0]} runs on its reference"
+            if len(names) == 1
+            else f"{len(names)} operators run on their references"
+        )
+        sentences.append(f"{who}: {reason}")
     return sentences

@@ -61,10 +61,10 @@ def _draw(logits: Float[Tensor, "S V"], requests: Sequence[Request]) -> Int[Tens
     return ops.sample(
         logits,
         tensor([s.temperature for s in settings]),
-        tensor([max(s.top_k, 0) for s in settings], torch.int64),
+        tensor([max(s.top_k, 0) for s in settings], torch.int32),
         tensor([s.top_p for s in settings]),
         tensor([s.min_p for s in settings]),
-        tensor([uniform(r.seed, r.completion_tokens) for r in requests], torch.float64),
+        tensor([uniform(r.seed, r.completion_tokens) for r in requests]),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from treadle.config import TreadleError
 from treadle.config.progress import amount_text
 from treadle.data import PackedBatch
+from treadle.ops.listing import fallbacks, listing
 from treadle.parallel import Mesh
 from treadle.parallel.collectives import sum_over_ranks
 from treadle.train import spikes, stopping
@@ -166,6 +167,8 @@ class Run:
             fresh = build_state(self.settings, self.feed, self.mesh)
             vars(self.state).update(vars(fresh))
         self.state.counters.cursor, self.state.spikes.rewinds = cursor, rewinds
+        # A step that is taken again is measured again.
+        self.evaluated_step = -1
         self.reporter.rewound(self.state)
         back = f"back to step {self.state.counters.step}, leaving out the data in between"
         self.reporter.say(f"step {at}: {reason}; {back}")
@@ -219,6 +222,7 @@ def summary(run: Run) -> list[str]:
         f"{settings.schedule.name}, {train.precision}; {rounds} microbatch{'es' if rounds > 1 else ''} a rank and step",
         f"machine  {run.mesh.size} process{'es' if run.mesh.size > 1 else ''} on {run.mesh.device.type}, {threads} "
         f"thread{'s' if threads > 1 else ''} each ({run.mesh.plan.describe()})",
+        *(f"kernels  {sentence}" for sentence in fallbacks(listing())),
     ]
 
 
