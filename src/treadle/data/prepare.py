@@ -114,6 +114,11 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
     found = expand(settings.sources, settings.exclude, out)
     refuse_foreign(out)
     given = given_tokenizer(settings.tokenizer) if settings.tokenizer else None
+    if settings.train_tokenizer is not None:
+        from treadle.model.tokenizer_train import check_vocabulary_size
+
+        # Before anything that --overwrite would replace is removed.
+        check_vocabulary_size(settings.train_tokenizer)
     decisive = _decisive(settings, given)
     if (out / MANIFEST).is_file():
         manifest = read_manifest(out)

@@ -22,6 +22,15 @@ CHATML = (
 )
 
 
+def check_vocabulary_size(vocabulary_size: int, special_tokens: int = 3 + len(CHAT_TOKENS)) -> None:
+    """Raise UserError where so many tokens cannot hold every byte and the special tokens (by default the usual ones)."""
+    least = special_tokens + 256
+    if vocabulary_size < least:
+        raise UserError(
+            f"vocabulary_size is {vocabulary_size}, below {least} (256 bytes and {special_tokens} special tokens)"
+        )
+
+
 def train_tokenizer(
     texts: Iterable[str],
     vocabulary_size: int,
@@ -40,11 +49,7 @@ def train_tokenizer(
     Raises UserError where the size is below specials + 256 or there is no text.
     """
     special = list(dict.fromkeys((bos_token, eos_token, pad_token, *extra_special_tokens)))
-    least = len(special) + 256
-    if vocabulary_size < least:
-        raise UserError(
-            f"vocabulary_size is {vocabulary_size}, below {least} (256 bytes and {len(special)} special tokens)"
-        )
+    check_vocabulary_size(vocabulary_size, len(special))
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(  # pyrefly: ignore
         [
