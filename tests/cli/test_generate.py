@@ -44,9 +44,9 @@ def test_the_prompt_can_come_through_a_pipe(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         return run(capsys, str(tiny_model), "-", "--seed", "3", "--max-tokens", "9")
 
-    assert piped("caf\u00e9\n".encode()) == run(
-        capsys, str(tiny_model), "caf\u00e9", "--seed", "3", "--max-tokens", "9"
-    )
+    # Code and output; on a busy machine there may be progress on stderr.
+    expected = run(capsys, str(tiny_model), "caf\u00e9", "--seed", "3", "--max-tokens", "9")
+    assert piped("caf\u00e9\n".encode())[:2] == expected[:2]
     code, _, err = piped(b"caf\xe9")
     assert code == 2 and "not valid UTF-8" in err
 
