@@ -23,7 +23,7 @@ CHATML = (
 
 
 def check_vocabulary_size(vocabulary_size: int, special_tokens: int = 3 + len(CHAT_TOKENS)) -> None:
-    """Raise UserError where so many tokens cannot hold every byte and the special tokens (by default the usual ones)."""
+    """Raise UserError where so many tokens cannot hold every byte and the special tokens (by default ours)."""
     least = special_tokens + 256
     if vocabulary_size < least:
         raise UserError(
