@@ -26,7 +26,7 @@ from treadle.config.files import atomic_folder
 from treadle.model.spec import ModelSpec
 from treadle.model.tokenizer import Tokenizer
 from treadle.parallel.collectives import from_first, together
-from treadle.train.checkpoints.format import FORMAT, STATE, folder_of, name_of, write_manifest
+from treadle.train.checkpoints.format import FORMAT, STATE, folder_of, name_of, steps_in, write_manifest
 from treadle.train.checkpoints.retention import remove_old
 from treadle.train.checkpoints.snapshot import Snapshots
 from treadle.weights.save import save_model
@@ -92,6 +92,10 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.last_step: int | None = None
+        steps = steps_in(self.folder) if self.first else []
+        if steps:
+            # A kill between a checkpoint's own rename and the link's leaves the link behind.
+            _point_at(self.folder / "latest", name_of(steps[-1]))
 
     def __enter__(self) -> CheckpointWriter:
         return self
