@@ -6,7 +6,7 @@ import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -36,6 +36,7 @@ class SamplingFields(Settings):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     n: int = Field(1, ge=1, le=128)
     skip_special_tokens: bool = True
+    priority: int = Field(0, ge=-1000, le=1000)  # lower runs earlier
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -49,10 +50,21 @@ class SamplingFields(Settings):
         return self
 
 
-class SamplingSettings(SamplingFields):
-    """The sampling fields and `logprobs`: how many likely tokens to report beside the chosen one (None: nothing)."""
+class Grammar(Settings):
+    """What an answer must look like: its tokens are chosen among those that keep it possible."""
 
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice", "tools"]
+    text: str = Field("", max_length=1 << 20)  # the schema (JSON), expression, grammar (Lark), or choices (JSON list)
+
+
+class SamplingSettings(SamplingFields):
+    """The sampling fields and what the HTTP interfaces ask for under other names."""
+
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # likely tokens to report beside the chosen one
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # the same for the prompt's own tokens
+    grammar: Grammar | None = None
+    adapter: str = ""  # the name of a loaded LoRA adapter, "" for the model as it is
+    cache_salt: str = Field("", max_length=256)  # prefixes are shared only between requests of the same salt
 
     @classmethod
     def of(cls, settings: SamplingSettings | None = None, **changes: Any) -> SamplingSettings:
