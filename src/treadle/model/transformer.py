@@ -52,6 +52,18 @@ class Transformer(nn.Module):
         The loss sum is the sum over tokens of token_weights x cross-entropy (weights default to 1), in fp32; dividing
         it by a token count is the caller's business, who alone knows the global batch.
         """
+        x = self.hidden(tokens, context)
+        if rows is not None:
+            x = x[rows]
+        x = self.norm(x)
+        if targets is not None:
+            if token_weights is None:
+                token_weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+            return ops.linear_cross_entropy(x, self.head_weight, targets, token_weights, self.spec.final_softcap)
+        return self.logits(x)
+
+    def hidden(self, tokens: Int[Tensor, "T"], context: Context) -> Float[Tensor, "T D"]:
+        """Return what the last layer gives, before the final norm."""
         x = self.embedding(tokens)
         if self.scales_embedding:
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
@@ -59,18 +71,19 @@ class Transformer(nn.Module):
             context.rope(rope)
         for layer in self.layers:
             x = layer(x, context)
-        if rows is not None:
-            x = x[rows]
-        x = self.norm(x)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        if targets is not None:
-            if token_weights is None:
-                token_weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-            return ops.linear_cross_entropy(x, weight, targets, token_weights, self.spec.final_softcap)
-        logits = ops.linear(x, weight)
+        return x
+
+    def logits(self, normed: Float[Tensor, "R D"]) -> Float[Tensor, "R V"]:
+        """Return the logits of rows that passed the final norm."""
+        logits = ops.linear(normed, self.head_weight)
         if self.spec.final_softcap:
             logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
         return logits
+
+    @property
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """The output head's weight, which is the embedding's where the two are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

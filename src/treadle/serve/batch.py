@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+from jaxtyping import Float
+from torch import Tensor
 
 from treadle.model.spec import ModelSpec
 
@@ -42,3 +44,12 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     rows: list[int]  # [R] the rows of T whose logits are wanted
     tables: list[bytes]  # [G] for each layer group int32 [S, B], row-major, NULL_BLOCK where there is none
     adapters: list[int] = []  # [S] the adapter of each sequence, 0 none; empty: none at all
+    pooled: list[int] = []  # [P] the rows of T whose last hidden state is wanted (embeddings)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives: a runner's `step` takes a StepBatch and returns this, on the rank that asked."""
+
+    logits: Float[Tensor, "R V"]  # fp32, of the batch's `rows`
+    hidden: Float[Tensor, "P D"]  # fp32, after the final norm, of its `pooled` rows
