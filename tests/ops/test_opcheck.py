@@ -69,6 +69,17 @@ SAMPLES: dict[str, list[Callable[[], tuple]]] = {
             0.3,
         )
     ],
+    "paged_write": [lambda: (*torch.randn(2, 3, 2, 8), *torch.randn(2, 4, 2, 5, 8), torch.tensor([7, 0, 19]))],
+    "paged_attention": [
+        lambda: (
+            torch.randn(3, 4, 8),
+            *torch.randn(2, 4, 2, 5, 8),
+            torch.tensor([[2, 3], [1, 0]], dtype=torch.int32),
+            starts(0, 1, 3),
+            torch.tensor([7, 2], dtype=torch.int32),
+            0.3,
+        )
+    ],
     "sample": [
         lambda: (torch.randn(3, 9), torch.ones(3), torch.ones(3, dtype=torch.int32), *torch.rand(3, 3).unbind())
     ],

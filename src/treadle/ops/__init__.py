@@ -6,6 +6,8 @@ from treadle.ops.cached_attention import cached_attention
 from treadle.ops.linear import embedding, linear
 from treadle.ops.loss import linear_cross_entropy
 from treadle.ops.norm import add_rms_norm, rms_norm
+from treadle.ops.paged_attention import paged_attention
+from treadle.ops.paged_cache import paged_write
 from treadle.ops.registry import OPERATORS, Kernel, Operator
 from treadle.ops.rope import rope
 from treadle.ops.sampling import sample
@@ -21,6 +23,8 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "packed_attention",
+    "paged_attention",
+    "paged_write",
     "rms_norm",
     "rope",
     "sample",
