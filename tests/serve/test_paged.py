@@ -1,4 +1,4 @@
-"""A model over a paged cache: what is computed piece by piece, in blocks in any order, equals what is computed whole."""
+"""A model over a paged cache: computing piece by piece, in blocks in any order, equals computing the whole."""
 
 from __future__ import annotations
 

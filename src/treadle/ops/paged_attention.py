@@ -49,7 +49,7 @@ def _sequences(
 ) -> Iterator[tuple[slice, tuple[int, int], list[int]]]:
     """Yield (rows, (first, stop), blocks) of each sequence that has new rows.
 
-    Its rows see entries first .. stop - 1 of these blocks laid end to end. Raises ValueError where one is out of bounds.
+    Its rows see entries first .. stop - 1 of these blocks laid end to end. Raises ValueError where one is outside.
     """
     size = cache.shape[2]
     bounds = starts.tolist()
