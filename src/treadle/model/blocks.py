@@ -54,6 +54,31 @@ class RmsNorm(nn.Module):
         return ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
 
+class Readout:
+    """From the last hidden states to logits or to the loss; the weight is the head's, or the embedding's it shares."""
+
+    def __init__(self, softcap: float) -> None:
+        self.softcap = softcap
+
+    def logits(self, x: Float[Tensor, "R D"], weight: Float[Tensor, "V D"]) -> Float[Tensor, "R V"]:
+        """Return the logits of each row."""
+        return self.cap(ops.linear(x, weight))
+
+    def loss(
+        self,
+        x: Float[Tensor, "T D"],
+        weight: Float[Tensor, "V D"],
+        targets: Int[Tensor, "T"],
+        token_weights: Float[Tensor, "T"],
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "T"]]:
+        """Return (sum over tokens of weight x loss, token losses), without ever holding all logits."""
+        return ops.linear_cross_entropy(x, weight, targets, token_weights, self.softcap)
+
+    def cap(self, logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+        """Return the logits bent to lie within the soft cap, where there is one (Gemma 2)."""
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+
 class Attention(nn.Module):
     """Grouped-query causal attention; where keys and values come from is the context's business."""
 
@@ -71,9 +96,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Float[Tensor, "T D"], context: Context) -> Float[Tensor, "T D"]:
         spec = self.spec
-        query = self.q(x).unflatten(-1, (spec.heads, spec.head_size))
-        key = self.k(x).unflatten(-1, (spec.kv_heads, spec.head_size))
-        value = self.v(x).unflatten(-1, (spec.kv_heads, spec.head_size))
+        query = self.q(x).unflatten(-1, (-1, spec.head_size))
+        key = self.k(x).unflatten(-1, (-1, spec.head_size))
+        value = self.v(x).unflatten(-1, (-1, spec.head_size))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if spec.rope is not None:

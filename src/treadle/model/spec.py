@@ -96,6 +96,12 @@ class LayerSpec:
     mlp: MlpSpec
     post_norms: bool = False
 
+    def matrices(self, width: int) -> int:
+        """Return the number of elements of the layer's matrices in a model of this width."""
+        attention = self.attention
+        heads = 2 * attention.heads + 2 * attention.kv_heads  # q and o, k and v
+        return width * (heads * attention.head_size + 3 * self.mlp.width)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -128,7 +134,7 @@ class ModelSpec:
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
             queries, keys = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
-            total += _matrices(layer, self.width)
+            total += layer.matrices(self.width)
             total += (4 if layer.post_norms else 2) * self.width
             total += (queries + 2 * keys) * attention.qkv_bias + self.width * attention.output_bias
             total += 2 * attention.head_size * attention.qk_norm + attention.heads * attention.sinks
@@ -141,19 +147,12 @@ class ModelSpec:
         A multiply and an add are two. The backward pass costs twice as much; the mean `context` of a whole sequence of
         n tokens is (n + 1) / 2.
         """
-        weights = self.vocabulary * self.width + sum(_matrices(layer, self.width) for layer in self.layers)
+        weights = self.vocabulary * self.width + sum(layer.matrices(self.width) for layer in self.layers)
         attended = sum(
             layer.attention.heads * layer.attention.head_size * min(context, layer.attention.window or context)
             for layer in self.layers
         )
         return 2.0 * weights + 4.0 * attended
-
-
-def _matrices(layer: LayerSpec, width: int) -> int:
-    """The elements of a layer's matrices."""
-    attention = layer.attention
-    heads = 2 * attention.heads + 2 * attention.kv_heads  # q and o, k and v
-    return width * (heads * attention.head_size + 3 * layer.mlp.width)
 
 
 def _check(holds: bool, otherwise: str) -> None:

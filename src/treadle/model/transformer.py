@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from treadle import ops
-from treadle.model.blocks import Embedding, Layer, Linear, RmsNorm
+from treadle.model.blocks import Embedding, Layer, Linear, Readout, RmsNorm
 from treadle.model.context import Context
+from treadle.model.layout import Layout
 from treadle.model.lora import initial_adapter_value
 from treadle.model.spec import ModelSpec
 
@@ -24,6 +24,7 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.spec = spec
+        self.layout: Layout | None = None  # what of it is here, where that is not all (see model/parallel.py)
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -36,54 +37,55 @@ class Transformer(nn.Module):
             torch.set_default_dtype(default)
         # The scale as Transformers applies it: rounded to the model's dtype (Gemma's sqrt(D) in bf16 is not sqrt(D)).
         self.scales_embedding = spec.embedding_scale != 1.0
+        self.readout = Readout(spec.final_softcap)
         # Their tables are made before the first layer, so that a compiled or recomputed layer only reads them.
         self.ropes = tuple({layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None})
 
     def forward(
         self,
-        tokens: Int[Tensor, "T"],
+        inputs: Int[Tensor, "T"] | Float[Tensor, "T D"],
         context: Context,
         targets: Int[Tensor, "T"] | None = None,
         token_weights: Float[Tensor, "T"] | None = None,
         rows: Int[Tensor, "R"] | None = None,
-    ) -> Float[Tensor, "R V"] | tuple[Float[Tensor, ""], Float[Tensor, "T"]]:
+    ) -> Float[Tensor, "R V"] | Float[Tensor, "T D"] | tuple[Float[Tensor, ""], Float[Tensor, "T"]]:
         """Return logits [R, V] of `rows` (default: every token), or with `targets` the pair (loss sum, token losses).
 
         The loss sum is the sum over tokens of token_weights x cross-entropy (weights default to 1), in fp32; dividing
-        it by a token count is the caller's business, who alone knows the global batch.
+        it by a token count is the caller's business, who alone knows the global batch. `inputs` are tokens; a later
+        pipeline stage takes the hidden states that the one before it returns.
         """
-        x = self.hidden(tokens, context)
-        if rows is not None:
-            x = x[rows]
-        x = self.norm(x)
-        if targets is not None:
-            if token_weights is None:
-                token_weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-            return ops.linear_cross_entropy(x, self.head_weight, targets, token_weights, self.spec.final_softcap)
-        return self.logits(x)
-
-    def hidden(self, tokens: Int[Tensor, "T"], context: Context) -> Float[Tensor, "T D"]:
-        """Return what the last layer gives, before the final norm."""
-        x = self.embedding(tokens)
-        if self.scales_embedding:
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        x = self.embed(inputs) if self.layout is None or self.layout.first else inputs
         for rope in self.ropes:
             context.rope(rope)
         for layer in self.layers:
             x = layer(x, context)
-        return x
+        if self.layout is not None and not self.layout.last:
+            return x
+        if rows is not None:
+            x = x[rows]
+        x = self.norm(x)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if targets is None:
+            return self.readout.logits(x, weight)
+        if token_weights is None:
+            token_weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+        return self.readout.loss(x, weight, targets, token_weights)
 
-    def logits(self, normed: Float[Tensor, "R D"]) -> Float[Tensor, "R V"]:
-        """Return the logits of rows that passed the final norm."""
-        logits = ops.linear(normed, self.head_weight)
-        if self.spec.final_softcap:
-            logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
-        return logits
+    def embed(self, tokens: Int[Tensor, "T"]) -> Float[Tensor, "T D"]:
+        """Return what the first layer takes."""
+        x = self.embedding(tokens)
+        return x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype) if self.scales_embedding else x
 
     @property
-    def head_weight(self) -> Float[Tensor, "V D"]:
-        """The output head's weight, which is the embedding's where the two are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+    def dtype(self) -> torch.dtype:
+        """What the weights are stored in."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

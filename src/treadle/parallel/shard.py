@@ -24,9 +24,7 @@ def shard(
     With `reshard_in_forward` a layer's gathered weights are dropped between forward and backward (less memory, they
     travel twice); otherwise they are kept until the step ends.
     """
-    axes = mesh.device_mesh
-    if mesh.plan.dp_replicate == 1:
-        axes = mesh.device_mesh["dp_shard"]
+    axes = mesh.device_mesh["dp_shard" if mesh.plan.dp_replicate == 1 else ("dp_replicate", "dp_shard")]
     # Inputs are not cast: token ids are whole numbers, and the weights of tokens must keep their precision.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:

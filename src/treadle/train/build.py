@@ -30,7 +30,10 @@ from treadle.weights.load import load_tokenizer, stream_model
 
 def check_run(settings: RunSettings, feed: Feed, ranks: int) -> None:
     """Raise UserError where a run cannot be carried out on `ranks` ranks, before anything is started or written."""
-    settings.plan.resolve(ranks)
+    plan = settings.plan.resolve(ranks)
+    for axis in ("pp", "tp"):
+        if plan.axes()[axis] > 1:
+            raise UserError(f"plan.{axis}={plan.axes()[axis]}: training cannot cut a model this way yet; set it to 1")
     batching(settings, ranks)
     if not launched():
         pick_device(settings.train.device, ranks - 1)

@@ -22,8 +22,8 @@ MAX_SHARDS = 10_000
 class Stored:
     """A tensor on disk, under its Hugging Face name.
 
-    `read` returns it, as a view of the mapped file or dequantized; `release` gives back the pages that it was read
-    from. `dtype` is what it is when read.
+    `read` returns it, or given a slice those of its rows, as a view of the mapped file or dequantized; `release` gives
+    back the pages that it was read from. `dtype` is what it is when read.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Stored:
     stored_as: str
     nbytes: int
     file: str
-    read: Callable[[], Tensor] = field(repr=False)
+    read: Callable[..., Tensor] = field(repr=False)
     release: Callable[[], None] = field(repr=False, default=lambda: None)
 
 
@@ -76,7 +76,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     for name, weight in gguf_weights(file, config).items():
         stored_as = file.tensors[weight.tensor].type
         dtype = torch.bfloat16 if stored_as == "BF16" else torch.float32
-        read = lambda weight=weight, dtype=dtype: weight.read(dtype)  # noqa: E731
+        read = lambda rows=None, weight=weight, dtype=dtype: weight.read(dtype, rows)  # noqa: E731
         tensors.append(Stored(name, weight.shape, dtype, stored_as, weight.nbytes, path.name, read))
     # fp16 is dequantized as well: fp32 holds it exactly, and most CPUs cannot compute in it.
     return Checkpoint(path, config, tuple(tensors), most_common_dtype(tensors))
@@ -94,7 +94,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             entry.dtype,
             entry.end - entry.begin,
             file.path.name,
-            lambda file=file, name=name: file.read(name),
+            lambda rows=None, file=file, name=name: file.read(name)[rows] if rows else file.read(name),
             lambda file=file, name=name: file.release(name),
         )
         for file in _shards(folder)

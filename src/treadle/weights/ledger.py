@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from treadle.config import UserError
 from treadle.config.progress import amount_text
@@ -37,11 +39,13 @@ class LoadReport:
     tied: str  # how the head gets its weight where it has none of its own
     unused: tuple[str, ...]  # declared by the family: the model does not read them
     seconds: float = 0.0
+    rank: str = ""  # whose part of the model it is, where it is not all
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.stored_as.items())
+        where = f" on {self.rank}" if self.rank else ""
         lines = [
-            f"{self.path}: {self.family}, {amount_text(self.parameters, '')} parameters",
+            f"{self.path}: {self.family}, {amount_text(self.parameters, '')} parameters{where}",
             f"  {self.tensors} tensors ({kinds}), {amount_text(self.bytes_read, 'B')}, each consumed once, "
             f"in {self.seconds:.2f} s",
             f"  computed in {str(self.dtype).removeprefix('torch.')}",
@@ -59,6 +63,25 @@ class Ledger:
     def __init__(self, sources: Mapping[str, Stored], report: LoadReport) -> None:
         self.sources, self._report = sources, report
         self._written: Counter[str] = Counter()
+
+    def part(self, shards: Mapping[str, Tensor], rank: str) -> Ledger:
+        """Return the ledger of one rank's part of the model: `shards` are its parameters, by name.
+
+        Bytes are counted as the shards' share of the tensors that are read.
+        """
+        unknown = set(shards) - set(self.sources)
+        assert not unknown, f"no tensor for {sorted(unknown)}"
+        sources = {name: stored for name, stored in self.sources.items() if name in shards}
+        shares = {name: shards[name].numel() / math.prod(stored.shape) for name, stored in sources.items()}
+        report = dataclasses.replace(
+            self._report,
+            parameters=sum(shard.numel() for shard in shards.values()),
+            tensors=len(sources),
+            bytes_read=round(sum(stored.nbytes * min(1.0, shares[name]) for name, stored in sources.items())),
+            stored_as=dict(Counter(stored.stored_as for stored in sources.values())),
+            rank=rank,
+        )
+        return Ledger(sources, report)
 
     def written(self, parameter: str) -> None:
         """Enter that a parameter was filled from its tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,11 @@ from treadle.model.families import read_spec
 from treadle.model.spec import ModelSpec
 from treadle.model.tokenizer import Tokenizer, check_vocabulary
 from treadle.model.transformer import Transformer
+from treadle.parallel.tensor import TensorShard
 from treadle.weights.checkpoint import Checkpoint, Stored, open_checkpoint
 from treadle.weights.ledger import Ledger, LoadReport, settle
 
+CHUNK_ELEMENTS = 4 << 20  # of a tensor that is cut along its rows
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -30,23 +33,34 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     report: Callable[[LoadReport], None] | None = None,
+    lay_out: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
     """Return the model at `path` with its weights, without gradients, in `dtype` on `device`.
 
     The default dtype is the checkpoint's own (see `Checkpoint.dtype`). Tensors are read once, by several threads,
     straight into the parameters; beside the model itself only the tensors in flight take memory. `report` is called
-    with what was done. Raises UserError naming the file, key or tensor that is wrong.
+    with what was done. `lay_out` may leave a part of the model (see model/parallel.py), of which alone the weights are
+    read. Raises UserError naming the file, key or tensor that is wrong.
     """
     started = time.monotonic()
     checkpoint = open_checkpoint(path)
     spec, kind = read_spec(checkpoint.config), chosen_dtype(checkpoint, dtype)
     ledger = settle(checkpoint, spec, kind)
-    model = Transformer(spec, device=device, dtype=kind)
+    if lay_out is None:
+        model = Transformer(spec, device=device, dtype=kind)
+    else:
+        model = Transformer(spec, device="meta", dtype=kind)
+        lay_out(model)
+        model.to_empty(device=device)
     parameters = dict(model.named_parameters())
+    layout = model.layout
+    if layout is not None:
+        ledger = ledger.part(parameters, f"rank {layout.rank} of {layout.plan.ranks()}")
 
     def fill(ours: str, stored: Stored) -> Stored:
+        shard = None if layout is None else layout.shard(ours)
         with torch.no_grad():
-            copy_checked(parameters[ours], stored, checkpoint.path)
+            copy_checked(parameters[ours], stored, checkpoint.path, shard)
         return stored
 
     _for_each(ledger, fill, f"Loading {Path(path).name}")
@@ -129,12 +143,30 @@ def chosen_dtype(checkpoint: Checkpoint, dtype: torch.dtype | None) -> torch.dty
 
 
 @torch.no_grad()
-def copy_checked(target: Tensor, stored: Stored, path: Path) -> None:
-    """Copy a stored tensor into `target`, converted to its dtype. Raises UserError where fp16 cannot hold a value."""
-    target.copy_(stored.read())
+def copy_checked(target: Tensor, stored: Stored, path: Path, shard: TensorShard | None = None) -> None:
+    """Copy a stored tensor, or a shard of it, into `target`, converted to its dtype. Raises UserError where fp16 cannot
+    hold a value."""
+    if shard is None:
+        target.copy_(stored.read())
+    else:
+        _copy_shard(target, stored, shard)
     if target.dtype == torch.float16 and stored.dtype != torch.float16 and not torch.isfinite(target).all():
         raise UserError(f"{path}: tensor '{stored.name}' has values too large for float16; choose bfloat16 or float32")
     stored.release()
+
+
+def _copy_shard(target: Tensor, stored: Stored, shard: TensorShard) -> None:
+    held = shard.unpadded(target)
+    if shard.dim == 0:
+        held.copy_(stored.read(slice(shard.start, shard.stop)))
+    else:
+        # Some rows at a time: what is stored quantized can only be read by whole rows.
+        each = max(1, CHUNK_ELEMENTS // math.prod(stored.shape[1:]))
+        for begin in range(0, stored.shape[0], each):
+            rows = slice(begin, min(begin + each, stored.shape[0]))
+            held[rows].copy_(stored.read(rows).narrow(shard.dim, shard.start, shard.stop - shard.start))
+    if shard.padding:
+        target.narrow(shard.dim, shard.stop - shard.start, shard.padding).zero_()
 
 
 def _for_each(ledger: Ledger, fill: Callable[[str, Stored], Stored], title: str) -> None:
