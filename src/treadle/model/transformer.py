@@ -55,27 +55,40 @@ class Transformer(nn.Module):
         it by a token count is the caller's business, who alone knows the global batch. `inputs` are tokens; a later
         pipeline stage takes the hidden states that the one before it returns.
         """
-        x = self.embed(inputs) if self.layout is None or self.layout.first else inputs
-        for rope in self.ropes:
-            context.rope(rope)
-        for layer in self.layers:
-            x = layer(x, context)
+        x = self.hidden(inputs, context)
         if self.layout is not None and not self.layout.last:
             return x
         if rows is not None:
             x = x[rows]
         x = self.norm(x)
-        weight = self.embedding.weight if self.head is None else self.head.weight
         if targets is None:
-            return self.readout.logits(x, weight)
+            return self.logits(x)
         if token_weights is None:
             token_weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-        return self.readout.loss(x, weight, targets, token_weights)
+        return self.readout.loss(x, self.head_weight, targets, token_weights)
+
+    def hidden(self, inputs: Int[Tensor, "T"] | Float[Tensor, "T D"], context: Context) -> Float[Tensor, "T D"]:
+        """Return what the last layer gives, before the final norm."""
+        x = self.embed(inputs) if self.layout is None or self.layout.first else inputs
+        for rope in self.ropes:
+            context.rope(rope)
+        for layer in self.layers:
+            x = layer(x, context)
+        return x
 
     def embed(self, tokens: Int[Tensor, "T"]) -> Float[Tensor, "T D"]:
         """Return what the first layer takes."""
         x = self.embedding(tokens)
         return x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype) if self.scales_embedding else x
+
+    def logits(self, normed: Float[Tensor, "R D"]) -> Float[Tensor, "R V"]:
+        """Return the logits of rows that passed the final norm."""
+        return self.readout.logits(normed, self.head_weight)
+
+    @property
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """The output head's weight, which is the embedding's where the two are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     @property
     def dtype(self) -> torch.dtype:
