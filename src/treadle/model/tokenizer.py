@@ -23,7 +23,7 @@ from typing import Any
 import tokenizers
 
 from treadle.config import UserError
-from treadle.model.tokenizer_stream import DecodeStream, make_stream
+from treadle.model.tokenizer_stream import DecodeStream, make_stream, vocabulary_bytes
 
 
 class Tokenizer:
@@ -202,6 +202,11 @@ class Tokenizer:
     def id_to_token(self, index: int) -> str | None:
         """Return how the vocabulary spells the token `index`, or None."""
         return self.backend.id_to_token(index) if index >= 0 else None
+
+    @functools.cached_property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """The UTF-8 bytes that each id stands for within a text, special tokens as they are spelled."""
+        return tuple(vocabulary_bytes(self.backend, self.vocabulary_size))
 
     @functools.cached_property
     def fingerprint(self) -> str:

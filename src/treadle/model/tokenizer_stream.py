@@ -44,6 +44,26 @@ def make_stream(backend: tokenizers.Tokenizer, skipped: frozenset[int]) -> Decod
     return _WholeStream(backend, skipped)
 
 
+def vocabulary_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
+    """Return the bytes that each id below `size` adds to a decoded text, b"" for an id that has no token.
+
+    For a decoder that is neither byte-level nor byte fallback, it is what the token adds behind another one.
+    """
+    spelled = [backend.id_to_token(index) for index in range(size)]
+    stages = _stages(backend.decoder)
+    if [stage["type"] for stage in stages] == ["ByteLevel"]:
+        return [b"" if token is None else _token_bytes(token) for token in spelled]
+    if _is_fallback_chain(stages):
+        return [b"" if token is None else _fallback_bytes(token, _replacements(stages)) for token in spelled]
+    anchor = next((index for index, token in enumerate(spelled) if token is not None and token.isalpha()), 0)
+    before = backend.decode([anchor], skip_special_tokens=False)
+    behind = backend.decode_batch([[anchor, index] for index in range(size)], skip_special_tokens=False)
+    return [
+        b"" if token is None or not text.startswith(before) else text[len(before) :].encode()
+        for token, text in zip(spelled, behind, strict=True)
+    ]
+
+
 def _stages(decoder: Any) -> list[dict[str, Any]]:
     if decoder is None:
         return [{"type": "None"}]
@@ -100,9 +120,7 @@ class _ByteFallbackStream:
     def __init__(self, backend: tokenizers.Tokenizer, skipped: frozenset[int], stages: list[dict[str, Any]]) -> None:
         self._token: Callable[[int], str | None] = backend.id_to_token
         self._skipped = skipped
-        self._replacements = [
-            (stage["pattern"]["String"], stage["content"]) for stage in stages if stage["type"] == "Replace"
-        ]
+        self._replacements = _replacements(stages)
         strip = stages[-1] if stages[-1]["type"] == "Strip" else None
         self._strip, self._strip_left = (strip["content"], strip["start"]) if strip else ("", 0)
         self._held = bytearray()
@@ -135,6 +153,17 @@ class _ByteFallbackStream:
             text = text[len(self._strip) :]
             self._strip_left -= 1
         return text
+
+
+def _replacements(stages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(stage["pattern"]["String"], stage["content"]) for stage in stages if stage["type"] == "Replace"]
+
+
+def _fallback_bytes(token: str, replacements: list[tuple[str, str]]) -> bytes:
+    for pattern, content in replacements:
+        token = token.replace(pattern, content)
+    byte = _fallback_byte(token)
+    return token.encode() if byte is None else bytes([byte])
 
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

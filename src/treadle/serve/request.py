@@ -55,6 +55,9 @@ class Grammar(Settings):
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice", "tools"]
     text: str = Field("", max_length=1 << 20)  # the schema (JSON), expression, grammar (Lark), or choices (JSON list)
+    # A reasoning block may come first: text up to `reasoning_end`. It is open already, or begins with `reasoning_start`.
+    reasoning_start: str = Field("", max_length=64)
+    reasoning_end: str = Field("", max_length=64)
 
 
 class SamplingSettings(SamplingFields):
