@@ -29,7 +29,7 @@ def texts(conversation: Conversation, message: str) -> str:
 
 
 def test_each_turn_shows_the_model_the_whole_conversation(engine_of: EngineOf, tokenizer: Tokenizer) -> None:
-    engine = engine_of(max_num_seqs=1, reuse_prefix=True)
+    engine = engine_of(max_num_seqs=1, enable_prefix_caching=True)
     conversation = Conversation(engine, GREEDY, system="brief")
     expected: list[dict[str, str]] = [{"role": "system", "content": "brief"}]
     for message in ("def", "read"):

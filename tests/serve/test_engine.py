@@ -134,10 +134,16 @@ class Script(torch.nn.Module):
         self.embedding, self.spec = model.module.embedding, model.spec
         self.next_token = next_token
 
-    def forward(self, tokens: torch.Tensor, context: Any, rows: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(len(rows), self.spec.vocabulary)
-        for row, length in enumerate(context.lengths.tolist()):
-            logits[row, self.next_token(length)] = 50.0
+    def hidden(self, tokens: torch.Tensor, context: Any) -> torch.Tensor:
+        return context.rope.positions[:, None].float()
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def logits(self, positions: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(len(positions), self.spec.vocabulary)
+        for row, position in enumerate(positions[:, 0].tolist()):
+            logits[row, self.next_token(int(position) + 1)] = 50.0
         return logits
 
 
@@ -167,7 +173,7 @@ def test_cancelling_frees_the_slot(engine_of: EngineOf) -> None:
     assert engine.generate(["c"], max_tokens=3, ignore_eos=True)[0].finish_reason is FinishReason.LENGTH
     running.cancel()
     assert engine.stats.finished == {"cancelled": 2, "length": 1}
-    assert (engine.stats.running, engine.stats.waiting, engine.stats.cache_tokens_used) == (0, 0, 0)
+    assert (engine.stats.running, engine.stats.waiting, engine.stats.blocks_held) == (0, 0, 0)
 
 
 def test_leaving_an_async_stream_cancels(engine_of: EngineOf) -> None:
@@ -319,7 +325,7 @@ def test_wrong_settings_and_prompts_are_named(model: Model, engine_of: EngineOf)
 
 
 def test_a_reused_prefix_gives_the_same_tokens(engine_of: EngineOf) -> None:
-    plain, reusing = engine_of(), engine_of(max_num_seqs=2, reuse_prefix=True)
+    plain, reusing = engine_of(), engine_of(max_num_seqs=2, enable_prefix_caching=True)
     history: list[int] = plain.encode("the quick brown fox")
     for turn in range(3):
         history += plain.encode(f"turn {turn}")

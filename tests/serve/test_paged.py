@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.serve.test_cache import SPECS, whole
-from tests.serve.tiny import attention, build, model_spec
+from tests.serve.tiny import SPECS, attention, build, model_spec, whole
+from treadle.model.rope import length_dependent_ropes, rope_regime
 from treadle.model.spec import ModelSpec
 from treadle.model.transformer import Transformer
 from treadle.serve.batch import NULL_BLOCK, StepBatch, layer_groups
-from treadle.serve.cache import length_dependent_ropes, rope_regime
 from treadle.serve.kv_cache import KVCache, KVFormat
 from treadle.serve.paged import PagedContext
 

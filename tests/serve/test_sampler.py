@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from treadle import ops
 from treadle.ops import OPERATORS, native
 from treadle.serve.request import Request, SamplingSettings
-from treadle.serve.sampler import adjust, choose, derive_seed, uniform
+from treadle.serve.sampler import Row, adjust, choose, derive_seed, uniform
 
 
 def request(tokens: list[int] | None = None, made: int = 0, seed: int = 0, **sampling: Any) -> Request:
@@ -25,7 +25,7 @@ def request(tokens: list[int] | None = None, made: int = 0, seed: int = 0, **sam
 
 
 def draw(logits: torch.Tensor, *requests: Request) -> list[int]:
-    return [choice.token for choice in choose(logits.clone(), requests)]
+    return [choice.token for choice in choose(logits.clone(), [Row(one) for one in requests])]
 
 
 def test_uniform_numbers_are_uniform_and_unrelated() -> None:
@@ -86,8 +86,8 @@ def test_neighbours_change_nothing(data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(1, 5)))
     ]
     logits = torch.randn(len(rows), 20, generator=generator)
-    together = choose(logits.clone(), rows)
-    alone = [choose(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(len(rows))]
+    together = choose(logits.clone(), [Row(one) for one in rows])
+    alone = [choose(logits[row : row + 1].clone(), [Row(rows[row])])[0] for row in range(len(rows))]
     assert together == alone
 
 
@@ -109,7 +109,7 @@ def test_penalties_equal_their_definitions() -> None:
     logits = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0], dtype=torch.float64)
     one = request(tokens=[1, 2, 4, 4, 0], made=3, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     changed = logits.clone()
-    adjust(changed, one)
+    adjust(changed, Row(one))
     # Prompt 1 2, output 4 4 0. Repetition: all of them, positive ones halved, negative ones doubled.
     expected = [1.0 / 2 - 0.5 - 0.25, -2.0 * 2, 3.0 / 2, 0.5, 4.0 / 2 - 0.5 - 0.25 * 2]
     assert changed.tolist() == pytest.approx(expected)
@@ -117,17 +117,17 @@ def test_penalties_equal_their_definitions() -> None:
 
 def test_biases_and_the_minimum_length() -> None:
     logits = torch.zeros(6)
-    adjust(logits, request(made=0, logit_bias={2: 5.0, 4: -100.0}, min_tokens=1))
+    adjust(logits, Row(request(made=0, logit_bias={2: 5.0, 4: -100.0}, min_tokens=1)))
     assert logits.tolist() == [0, 0, 5, -math.inf, -100, 0]
     logits = torch.zeros(6)
-    adjust(logits, request(tokens=[0, 1], made=1, min_tokens=1))
+    adjust(logits, Row(request(tokens=[0, 1], made=1, min_tokens=1)))
     assert logits[3] == 0, "the minimum is reached"
 
 
 def test_logprobs_are_the_models_own() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1))
     one = request(logprobs=3, temperature=0.3, logit_bias={5: 100.0})
-    (choice,) = choose(logits.clone(), [one])
+    (choice,) = choose(logits.clone(), [Row(one)])
     expected = logits[0].double().log_softmax(0)
     assert choice.token == 5 and choice.logprob is not None
     assert choice.logprob.logprob == pytest.approx(float(expected[5]), abs=1e-5)
@@ -137,6 +137,6 @@ def test_logprobs_are_the_models_own() -> None:
 def test_logits_that_are_not_finite_fail_their_request_only() -> None:
     logits = torch.zeros(3, 8)
     logits[1, 4] = torch.nan
-    choices = choose(logits, [request(temperature=0) for _ in range(3)])
+    choices = choose(logits, [Row(request(temperature=0)) for _ in range(3)])
     assert [bool(choice.error) for choice in choices] == [False, True, False]
     assert "not finite" in choices[1].error

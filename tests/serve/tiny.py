@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from tests.tiny_models import TINY
+from treadle.model.context import PackedContext
+from treadle.model.families import read_spec
 from treadle.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from treadle.model.transformer import Transformer
 
@@ -49,3 +54,36 @@ def build(spec: ModelSpec, seed: int = 0) -> Transformer:
     module = Transformer(spec)
     module.initialize(seed)
     return module.requires_grad_(False).eval()
+
+
+longrope = RopeSpec(
+    10000.0,
+    8,
+    128,
+    "longrope",
+    (("factor", 4.0), ("long_factor", (2.0, 3.0, 4.0, 5.0)), ("original_max_position_embeddings", 24),
+     ("short_factor", (1.0, 1.1, 1.2, 1.3))),
+)  # fmt: skip
+SPECS = {
+    "plain": model_spec(),
+    "one key-value head": model_spec(attention(kv_heads=1), attention(kv_heads=1)),
+    "windows shorter and longer than the text": model_spec(attention(window=5), attention(window=64), attention()),
+    "window of one": model_spec(attention(window=1)),
+    "Gemma 2": model_spec(
+        attention(window=7, softcap=20.0, scale=0.3), attention(softcap=20.0, scale=0.3),
+        final_softcap=10.0, norm_offset=1.0, embedding_scale=32**0.5, tied=True,
+    ),
+    "sinks": model_spec(attention(sinks=True, window=6), attention(sinks=True)),
+    "norms, biases, no rotation in one layer": model_spec(
+        attention(qk_norm=True, qkv_bias=True, output_bias=True), attention(rope=None)
+    ),
+    "half of the head rotated": model_spec(attention(rope=RopeSpec(500.0, 4, 128))),
+    "longrope": model_spec(attention(rope=longrope), attention(rope=longrope)),
+    "dynamic": model_spec(attention(rope=RopeSpec(10000.0, 8, 24, "dynamic", (("factor", 2.0),)))),
+}  # fmt: skip
+SPECS |= {name: read_spec(config) for name, config in TINY.items()}
+
+
+def whole(module: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return module(torch.tensor(tokens), PackedContext.of_lengths([len(tokens)]))

@@ -67,7 +67,7 @@ def chat(
     from treadle.serve.model import load
 
     loaded = load(model, dtype, device, check_tokenizer=check_chat_template)
-    with Engine(loaded, max_num_seqs=1, max_model_len=max_model_len, reuse_prefix=True) as engine:
+    with Engine(loaded, max_num_seqs=1, max_model_len=max_model_len) as engine:
         screen = Screen(verbose)
         conversation = Conversation(engine, settings, system)
         screen.note(f"{loaded}. /help lists what can be typed, Ctrl-D leaves.")

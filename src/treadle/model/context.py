@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,8 +17,9 @@ from treadle.model.spec import AttentionSpec, RopeSpec
 class Context(Protocol):
     """What a block asks of its surroundings."""
 
-    def rope(self, spec: RopeSpec) -> tuple[Float[Tensor, "T R"], Float[Tensor, "T R"]]:
-        """Return cos and sin of every token of the batch for one kind of rotary embedding."""
+    @property
+    def rope(self) -> Callable[[RopeSpec], tuple[Float[Tensor, "T R"], Float[Tensor, "T R"]]]:
+        """The function that returns cos and sin of every token of the batch for one kind of rotary embedding."""
         ...
 
     def attend(

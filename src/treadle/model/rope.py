@@ -8,14 +8,14 @@ so that they are the same numbers on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from treadle.model.spec import RopeSpec
+from treadle.model.spec import ModelSpec, RopeSpec
 
 _cache: dict[tuple[RopeSpec, torch.device], Tensor] = {}
 
@@ -148,3 +148,21 @@ def _stretch(spec: RopeSpec) -> float:
     """How many times longer the context is than the one that the model was trained on."""
     trained = spec.parameter("original_max_position_embeddings", spec.max_positions)
     return spec.parameter("factor", None) or spec.max_positions / trained
+
+
+def length_dependent_ropes(spec: ModelSpec) -> tuple[RopeSpec, ...]:
+    """Return the rotary embeddings of a model whose angles depend on how long the sequence is."""
+    ropes = (layer.attention.rope for layer in spec.layers)
+    return tuple(dict.fromkeys(rope for rope in ropes if rope is not None and rope.kind in ("dynamic", "longrope")))
+
+
+def rope_regime(ropes: Sequence[RopeSpec], length: int) -> tuple[int, ...]:
+    """Return a value that changes with `length` wherever the angles of tokens already seen do."""
+    regime = []
+    for rope in ropes:
+        if rope.kind == "dynamic":
+            regime.append(max(length, rope.max_positions))
+        else:
+            trained = rope.parameter("original_max_position_embeddings", rope.max_positions)
+            regime.append(int(length > trained))
+    return tuple(regime)

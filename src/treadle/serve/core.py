@@ -2,61 +2,95 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+import bisect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from treadle.serve.cache import Capacity, Chunk, KeyValueCache, Slots, length_dependent_ropes, rope_regime
+from treadle.config import TreadleError
+from treadle.model.rope import length_dependent_ropes, rope_regime
+from treadle.serve.batch import StepBatch, StepOutput
+from treadle.serve.batching import BatchPolicy
+from treadle.serve.block_tables import BlockTables, prefix_root
 from treadle.serve.model import Model
-from treadle.serve.request import Delta, FinishReason, Phase, Request
+from treadle.serve.request import Delta, FinishReason, Phase, Request, TokenLogprob
 from treadle.serve.runner import Runner
-from treadle.serve.sampler import Choice, choose
-from treadle.serve.scheduler import Decision, Limits, Load, decide
+from treadle.serve.sampler import Choice, Row, choose, prompt_logprobs
+from treadle.serve.scheduler import Decision, Limits, Piece, SequenceState, State, decide
+from treadle.serve.speculation import Drafter
+from treadle.serve.stats import EngineStats
 from treadle.serve.text import TextOutput
 
-
-@dataclass
-class EngineStats:
-    """Counters since the start, for metrics; written by the engine's thread only."""
-
-    requests: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    running: int = 0
-    waiting: int = 0
-    cache_tokens_used: int = 0
+# Rows of logits that a step may hold for prompts whose log probabilities are wanted: a row is a whole vocabulary.
+PROMPT_LOGPROB_ROWS = 128
 
 
 class Core:
     """The requests at hand and the cache that they share."""
 
-    def __init__(self, model: Model, capacity: Capacity, step_tokens: int, reuse_prefix: bool) -> None:
-        self.model = model
-        self.stats = EngineStats()
-        self.decision: Decision | None = None  # of the last step
+    def __init__(
+        self,
+        model: Model,
+        runner: Runner,
+        tables: BlockTables,
+        limits: Limits,
+        *,
+        policy: BatchPolicy | None = None,
+        reuse_prefixes: bool = True,
+        drafts: int = 0,
+        check: bool = False,
+        version: str = "",
+    ) -> None:
+        """`drafts` is how many tokens are guessed at most; with `check` the pools are verified after every step."""
+        self.model, self.runner, self.tables, self.limits = model, runner, tables, limits
+        self.stats = EngineStats(blocks=sum(pool.count for pool in tables.pools))
+        self.decision = Decision()  # of the last step
+        self.version = version
         self._ropes = length_dependent_ropes(model.spec)
         # Where angles depend on the length, a prefix of a longer sequence holds other keys than a short prompt's own.
-        self.slots = Slots(capacity.seqs, reuse_prefix and not self._ropes)
-        self.limits = Limits(capacity.seqs, capacity.seqs * capacity.length, step_tokens)
-        self._runner = Runner(
-            model.module, KeyValueCache(model.spec, capacity.seqs, capacity.length, model.dtype, model.device)
-        )
-        self._waiting: deque[Request] = deque()
+        self._reuse = reuse_prefixes and not self._ropes
+        self._drafts = 0 if self._ropes else drafts
+        self._policy = policy or BatchPolicy()
+        self._check = check
+        self._waiting: list[Request] = []  # both in the order of urgency
         self._running: list[Request] = []
         self._outputs: dict[int, TextOutput] = {}
+        self._runners: dict[str, Runner] = {version: runner}  # those that running requests began with
 
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._running
 
+    def wait_seconds(self) -> float:
+        """Return how long the next step should be put off, in the hope of more requests."""
+        if self._running or not self._waiting:
+            return 0.0
+        oldest = min(request.arrived for request in self._waiting)
+        return self._policy.hold(len(self._waiting), time.monotonic() - oldest)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Refuse what cannot be computed as the engine is now. Called from other threads; raises UserError."""
+
+    def close(self) -> None:
+        """Free what the runners hold."""
+        for runner in self._runners.values():
+            runner.close()
+
     def add(self, request: Request) -> None:
-        """Queue a request behind those that wait."""
-        self._waiting.append(request)
+        """Queue a request."""
+        if request.settings.grammar is not None and self.model.tokenizer is not None:
+            from treadle.serve.structured import compile_grammar  # pyrefly: ignore
+
+            grammar, tokenizer = request.settings.grammar, self.model.tokenizer
+            request.matcher = compile_grammar(grammar, tokenizer, self.model.spec.vocabulary)
+        if self._drafts and not request.embeds:
+            request.drafter = Drafter(self._drafts)
+        bisect.insort(self._waiting, request, key=_order)
+        self._policy.arrived(request.prompt_tokens)
         self.stats.requests += 1
         self._gauge()
 
@@ -71,61 +105,278 @@ class Core:
             self._end(request, Delta(request.index, finish_reason=FinishReason.ERROR, error=why))
 
     def step(self) -> None:
-        """Decide what runs next, run it, and give every request in it its token."""
-        self.decision = decide(
-            [_load(request) for request in itertools.islice(self._waiting, self.limits.max_seqs + 1)],
-            [_load(request) for request in self._running],
-            self.limits,
-        )
-        for number in self.decision.start:
-            request = self._waiting.popleft()
-            assert request.number == number
-            request.start(*self.slots.take(request.tokens))
-            self._running.append(request)
-        batch = self._running.copy()
+        """Decide what runs next, run it, and give the sequences in it their tokens."""
+        begun = time.perf_counter()
+        self.decision = decision = self._decide()
+        requests = {request.number: request for request in (*self._running, *self._waiting)}
+        admitted = [requests[number] for number in decision.admit]
+        for request in admitted:
+            self._start(request)
+        batch = [(requests[piece.number], piece) for piece in decision.run]
+        for request, piece in batch:
+            assert request.blocks is not None
+            self.tables.extend(request.blocks, request.computed + piece.tokens + piece.drafts)
         if not batch:
             return
         self._gauge()
-        for request, choice in zip(batch, self._compute(batch), strict=True):
-            self._advance(request, choice)
-        self.stats.steps += 1
-        self._gauge()
+        computing = time.perf_counter()
+        outputs = self._compute(batch)
+        seconds = time.perf_counter() - computing
+        self._policy.observe(
+            tokens=decision.tokens,
+            seqs=len(batch),
+            context=sum(request.computed for request, _ in batch),
+            seconds=seconds,
+        )
+        for (request, piece), output in zip(batch, outputs, strict=True):
+            self._advance(request, piece, output)
+        self._count_step(decision, seconds, time.perf_counter() - begun)
+        if self._check:
+            self.tables.check()
 
-    def _compute(self, batch: list[Request]) -> list[Choice]:
-        """Run the batch; where that fails, each request alone, so that only those at fault fail."""
+    # --- deciding
+
+    def _decide(self) -> Decision:
+        """Ask the scheduler until it preempts nothing more; put those that it names back into the queue."""
+        while True:
+            running = [self._state(request) for request in self._running]
+            budget = self._policy.step_tokens(running, self.limits)
+            limits = replace(self.limits, step_tokens=budget) if budget != self.limits.step_tokens else self.limits
+            decision = decide(State(running, self._candidates(), self.tables.free), limits)
+            if not decision.preempt:
+                return decision
+            for request in [one for one in self._running if one.number in decision.preempt]:
+                self._preempt(request)
+
+    def _state(self, request: Request) -> SequenceState:
+        assert request.blocks is not None
+        if self._ropes and request.computed:
+            turned, wanted = request.rope_length, len(request.tokens)
+            if rope_regime(self._ropes, turned) != rope_regime(self._ropes, wanted):
+                request.computed = 0  # the keys in the cache were turned by other angles
+        drafts = 0
+        if request.drafter is not None and len(request.tokens) - request.computed == 1:
+            if not request.drafts:
+                request.drafts = request.drafter.propose(request.tokens, self._policy.token_cost())
+            drafts = min(len(request.drafts), request.max_tokens - request.completion_tokens - 1)
+        return SequenceState(
+            request.number,
+            request.urgency,
+            len(request.tokens),
+            request.computed,
+            request.blocks.given,
+            drafts=max(0, drafts),
+            most=PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else 1 << 30,
+            priority=request.settings.priority,
+        )
+
+    def _candidates(self) -> list[SequenceState]:
+        """Return the states of the requests that could be started, a few more than could be."""
+        count = self.limits.max_seqs - len(self._running) + 1
+        states = []
+        for request in self._waiting:
+            if len(states) == count:
+                break
+            leader = request.leader
+            if leader is not None and self._reuse and leader.phase is not Phase.FINISHED and not leader.prompt_done:
+                continue  # its prompt will be there for the taking
+            states.append(self._candidate(request))
+        return states
+
+    def _candidate(self, request: Request) -> SequenceState:
+        if request.blocks is None:
+            self._open(request)
+        assert request.blocks is not None
+        given, free = 0, ()
+        if self._reuse and not request.wants_prompt_logprobs:
+            hit = self.tables.find_prefix(request.blocks, request.tokens)
+            given, free = hit.count, hit.free
+        return SequenceState(
+            request.number,
+            request.urgency,
+            len(request.tokens),
+            given * self.tables.block_size,
+            given,
+            free,
+            most=PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else 1 << 30,
+            priority=request.settings.priority,
+        )
+
+    def _open(self, request: Request) -> None:
+        """Give a request its (empty) blocks, under the weights of now."""
+        request.version = self.version
+        root = prefix_root([request.version, request.settings.adapter, request.settings.cache_salt])
+        request.blocks = self.tables.open(root)
+
+    def _start(self, request: Request) -> None:
+        assert request.blocks is not None
+        computed = 0
+        if self._reuse and not request.wants_prompt_logprobs:
+            computed = self.tables.take_prefix(request.blocks, self.tables.find_prefix(request.blocks, request.tokens))
+        self._waiting.remove(request)
+        request.start(computed)
+        bisect.insort(self._running, request, key=_order)
+
+    def _preempt(self, request: Request) -> None:
+        assert request.blocks is not None
+        self.tables.release(request.blocks)
+        self._running.remove(request)
+        request.preempt()
+        bisect.insort(self._waiting, request, key=_order)
+        self.stats.preemptions += 1
+
+    # --- computing
+
+    def _compute(self, batch: Sequence[tuple[Request, Piece]]) -> list[list[Choice] | Delta]:
+        """Run the batch; where that fails, each sequence alone, so that only those at fault fail.
+
+        Returns for each sequence the choices of its rows, or the delta that ends it.
+        """
+        results: dict[int, list[Choice] | Delta] = {}
+        for version in dict.fromkeys(request.version for request, _ in batch):
+            part = [(request, piece) for request, piece in batch if request.version == version]
+            for (request, _), result in zip(part, self._compute_part(part, self._runners[version]), strict=True):
+                results[request.number] = result
+        return [results[request.number] for request, _ in batch]
+
+    def _compute_part(self, part: Sequence[tuple[Request, Piece]], runner: Runner) -> list[list[Choice] | Delta]:
         try:
             with torch.inference_mode():
-                return choose(self._runner.step([self._chunk(request) for request in batch]), batch)
+                return list(self._read(part, runner.step(self._batch(part))))
+        except TreadleError:
+            raise  # the runner itself is broken
         except Exception as error:
-            if len(batch) > 1:
-                return [self._compute([request])[0] for request in batch]
-            return [Choice(error=f"the model could not compute this request: {sentence(error)}")]
+            if len(part) > 1:
+                return [self._compute_part([one], runner)[0] for one in part]
+            why = f"the model could not compute this request: {sentence(error)}"
+            return [Delta(part[0][0].index, finish_reason=FinishReason.ERROR, error=why)]
 
-    def _chunk(self, request: Request) -> Chunk:
-        assert request.slot is not None
-        past = request.computed
-        if past and rope_regime(self._ropes, past) != rope_regime(self._ropes, len(request.tokens)):
-            past = 0  # the keys in the cache were turned by other angles
-        return Chunk(request.slot, past, request.tokens[past:])
+    def _batch(self, part: Sequence[tuple[Request, Piece]]) -> StepBatch:
+        tokens: list[int] = []
+        rows: list[int] = []
+        pooled: list[int] = []
+        for request, piece in part:
+            start, computed = len(tokens), request.computed
+            request.rope_length = len(request.tokens)
+            tokens += request.tokens[computed : computed + piece.tokens]
+            tokens += request.drafts[: piece.drafts]
+            if request.wants_prompt_logprobs:
+                rows += range(start, len(tokens))
+            elif computed + piece.tokens == len(request.tokens):
+                if request.embeds:
+                    pooled.append(len(tokens) - 1)
+                else:
+                    rows += range(start + piece.tokens - 1, len(tokens))
+        sequences = [request.blocks for request, _ in part if request.blocks is not None]
+        adapters = [request.adapter for request, _ in part]
+        return StepBatch(
+            tokens,
+            [piece.tokens + piece.drafts for _, piece in part],
+            [request.computed for request, _ in part],
+            [request.rope_length for request, _ in part],
+            rows,
+            self.tables.step_tables(sequences),
+            adapters if any(adapters) else [],
+            pooled,
+        )
 
-    def _advance(self, request: Request, choice: Choice) -> None:
-        """Give `request` its token, and end it if that was the last."""
+    def _read(self, part: Sequence[tuple[Request, Piece]], output: StepOutput) -> Iterator[list[Choice] | Delta]:
+        """Yield what each sequence of a step got."""
+        rows: list[Row] = []
+        wanted: list[int] = []  # of the output's rows, those that choose a token
+        at = 0
+        for request, piece in part:
+            last = request.computed + piece.tokens == len(request.tokens)
+            if request.wants_prompt_logprobs:
+                self._note_prompt(request, output.logits[at : at + piece.tokens])
+                at += piece.tokens - 1 if last else piece.tokens
+            if last and not request.embeds:
+                guesses = request.drafts[: piece.drafts]
+                for count in range(len(guesses) + 1):
+                    rows.append(Row(request, tuple(guesses[:count])))
+                    wanted.append(at)
+                    at += 1
+        logits = output.logits
+        if len(wanted) != len(logits):
+            logits = logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
+        choices = iter(choose(logits, rows) if rows else [])
+        pooled = iter(output.hidden)
+        for request, piece in part:
+            if request.computed + piece.tokens < len(request.tokens):
+                yield []
+            elif request.embeds:
+                vector = torch.nn.functional.normalize(next(pooled), dim=0)
+                yield Delta(request.index, embedding=tuple(vector.tolist()), finish_reason=FinishReason.STOP)
+            else:
+                yield [next(choices) for _ in range(piece.drafts + 1)]
+
+    def _note_prompt(self, request: Request, logits: Float[Tensor, "R V"]) -> None:
+        """Keep the log probabilities of a piece of the prompt; a row tells of the token after it."""
+        first = len(request.prompt_logprobs)  # the token whose log probability is wanted next
+        targets = request.tokens[request.computed + 1 : request.prompt_tokens][: len(logits)]
+        skip = first - (request.computed + 1)  # known already: the sequence is computed again
+        count = request.settings.prompt_logprobs or 0
+        if skip < len(targets):
+            request.prompt_logprobs += prompt_logprobs(logits[skip : len(targets)], targets[skip:], count)
+
+    # --- what comes of it
+
+    def _advance(self, request: Request, piece: Piece, output: list[Choice] | Delta) -> None:
+        """Give `request` what a step brought it, and end it if that was the last."""
+        assert request.blocks is not None
+        if isinstance(output, Delta):
+            request.computed += 0 if output.error else piece.tokens
+            self._end(request, output)
+            return
+        request.computed += piece.tokens
+        drafts = request.drafts[: piece.drafts]
+        request.drafts = []
+        held = 0
+        for place, choice in enumerate(output):
+            if place and drafts[place - 1] != output[place - 1].token:
+                break
+            if place:
+                held += 1
+                request.computed += 1
+            if not self._give(request, choice):
+                break
+        if drafts:
+            self._learn(request, len(drafts), held)
+        if request.phase is Phase.RUNNING:
+            self.tables.advance(request.blocks, request.tokens, request.computed, self._reuse)
+
+    def _learn(self, request: Request, guessed: int, held: int) -> None:
+        assert request.drafter is not None
+        request.drafter.learn(guessed, held)
+        self.stats.drafted_tokens += guessed
+        self.stats.accepted_tokens += held
+        if request.blocks is not None:
+            self.tables.shrink(request.blocks, len(request.tokens))
+
+    def _give(self, request: Request, choice: Choice) -> bool:
+        """Give `request` its next token. Returns whether it goes on."""
         if choice.error:
             self._end(request, Delta(request.index, finish_reason=FinishReason.ERROR, error=choice.error))
-            return
+            return False
+        prompt: tuple[TokenLogprob | None, ...] = ()
         if not request.completion_tokens:
             self.stats.prompt_tokens += request.prompt_tokens
             self.stats.cached_tokens += request.cached_tokens
+            prompt = () if request.settings.prompt_logprobs is None else tuple(request.prompt_logprobs)
         self.stats.generated_tokens += 1
-        request.computed = len(request.tokens)
         request.tokens.append(choice.token)
-        delta = Delta(request.index, tokens=(choice.token,), logprobs=(choice.logprob,) if choice.logprob else ())
+        logprobs = (choice.logprob,) if choice.logprob else ()
+        delta = Delta(request.index, tokens=(choice.token,), logprobs=logprobs, prompt_logprobs=prompt)
+        if request.matcher is not None and not request.matcher.accept(choice.token):
+            why = "the grammar refuses the token that was chosen for it"
+            self._end(request, Delta(request.index, finish_reason=FinishReason.ERROR, error=why))
+            return False
         if choice.token in request.stop_ids:
             tokenizer = self.model.tokenizer
             by_eos = tokenizer is not None and choice.token in tokenizer.eos_ids
             stopped = replace(delta, finish_reason=FinishReason.STOP, stop_reason=None if by_eos else choice.token)
             self._end(request, stopped)
-            return
+            return False
         text, stop = self._output(request).push(
             choice.token, watch=request.completion_tokens >= request.settings.min_tokens
         )
@@ -135,8 +386,12 @@ class Core:
             self._end(request, replace(delta, finish_reason=FinishReason.STOP, stop_reason=stop))
         elif request.completion_tokens == request.max_tokens:
             self._end(request, replace(delta, finish_reason=FinishReason.LENGTH))
+        elif request.matcher is not None and request.matcher.finished:
+            self._end(request, replace(delta, finish_reason=FinishReason.STOP))
         else:
             self._deliver(request, delta)
+            return True
+        return False
 
     def _output(self, request: Request) -> TextOutput:
         if request.number not in self._outputs:
@@ -146,14 +401,18 @@ class Core:
         return self._outputs[request.number]
 
     def _end(self, request: Request, last: Delta) -> None:
-        """Finish a request from wherever it stands: free its slot, give what was held back with its last delta."""
+        """Finish a request from wherever it stands: free its blocks, give what was held back with its last delta."""
         if request.phase is Phase.RUNNING:
-            assert request.slot is not None
             self._running.remove(request)
-            self.slots.give_back(request.slot, request.tokens[: request.computed])
         else:
             self._waiting.remove(request)
+        if request.blocks is not None:
+            if last.error is None:  # what failed is not to be found by others
+                self.tables.advance(request.blocks, request.tokens, request.computed, self._reuse)
+            self.tables.close(request.blocks)
+            request.blocks = None
         request.finish()
+        self._drop_unused_weights()
         output = self._outputs.pop(request.number, None)
         if output is not None:
             rest, stop = output.finish()
@@ -161,7 +420,8 @@ class Core:
             if stop is not None and last.finish_reason is not FinishReason.ERROR:
                 last = replace(last, finish_reason=FinishReason.STOP, stop_reason=stop)
         assert last.finish_reason is not None
-        self.stats.finished[last.finish_reason.value] += 1
+        reason = last.finish_reason.value
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self._gauge()
         self._deliver(request, last)
 
@@ -171,19 +431,66 @@ class Core:
             prompt_tokens=request.prompt_tokens,
             completion_tokens=request.completion_tokens,
             cached_tokens=request.cached_tokens,
+            queue_seconds=0.0 if request.started is None else request.started - request.arrived,
+            weight_version=request.version or self.version,
         )
         try:
             request.deliver(counted)
         except Exception:  # whoever asked has gone, with its event loop
             request.cancelled = True
 
+    # --- weights
+
+    def switch_weights(self, runner: Runner, version: str, restart: bool, prepare: Callable[[], None]) -> None:
+        """Let requests that have not run yet be computed by `runner`, under the name `version`.
+
+        Running ones go on with what they began with, or with `restart` are computed again with the new weights, the
+        tokens so far kept. Prefixes of the old weights are never found again: their digests begin with another root.
+        """
+        self.version, self.runner = version, runner
+        self._runners[version] = runner
+        for request in self._waiting:
+            if request.blocks is not None and not request.completion_tokens:
+                self._renew(request)
+        if restart:
+            for request in list(self._running):
+                self._preempt(request)
+            for request in self._waiting:
+                self._renew(request)
+        prepare()
+        self._drop_unused_weights()
+
+    def _renew(self, request: Request) -> None:
+        if request.blocks is not None:
+            self.tables.close(request.blocks)
+        self._open(request)
+
+    def _drop_unused_weights(self) -> None:
+        if len(self._runners) == 1:
+            return
+        used = {self.version} | {one.version for one in (*self._running, *self._waiting) if one.blocks is not None}
+        for version in self._runners.keys() - used:
+            del self._runners[version]
+
+    # --- numbers
+
+    def _count_step(self, decision: Decision, model_seconds: float, seconds: float) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.model_seconds += model_seconds
+        stats.step_seconds += seconds
+        stats.last_step_tokens, stats.last_step_seqs = decision.tokens, len(decision.run)
+        stats.decision, stats.stepped = decision.reason, time.monotonic()
+        stats.evictions = sum(pool.evictions for pool in self.tables.pools)
+        self._gauge()
+
     def _gauge(self) -> None:
         self.stats.running, self.stats.waiting = len(self._running), len(self._waiting)
-        self.stats.cache_tokens_used = sum(request.computed for request in self._running)
+        self.stats.blocks_held = sum(pool.held for pool in self.tables.pools)
 
 
-def _load(request: Request) -> Load:
-    return Load(request.number, len(request.tokens) - request.computed, request.reserve)
+def _order(request: Request) -> tuple[float, int]:
+    return request.urgency, request.number
 
 
 def sentence(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The engine: requests in from any thread, tokens out, one background thread that runs step after step.
+"""The engine in this process: requests in from any thread, tokens out, one background thread that runs step after step.
 
     with Engine("path/to/model", max_num_seqs=8) as engine:
         print(engine.generate(["Once upon a time"], max_tokens=32)[0])
@@ -8,27 +8,30 @@ An asynchronous caller iterates over `engine.stream(...)`; leaving the loop canc
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import functools
-import itertools
-import queue
 import random
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import ByteSize, Field
 
-from treadle.config import Settings, TreadleError, UserError, parse_settings
-from treadle.serve.cache import available_memory, fit_capacity
-from treadle.serve.core import Core, EngineStats, sentence
+from treadle.config import Settings, TreadleError, parse_settings
+from treadle.serve.assembly import assemble
+from treadle.serve.commands import run_command
+from treadle.serve.core import sentence
+from treadle.serve.interface import EngineInterface, Prepared, Ticket, make_requests
 from treadle.serve.model import Model, load
-from treadle.serve.request import Completion, Delta, Phase, Request, SamplingSettings
-from treadle.serve.sampler import derive_seed
+from treadle.serve.request import Delta, Phase, Request
+from treadle.serve.stats import EngineStats
+
+# Without a step for so long while there is work, an engine counts as hanging. Long prompts on a slow machine take long.
+HANG_SECONDS = 120.0
 
 
 class EngineSettings(Settings):
@@ -36,172 +39,74 @@ class EngineSettings(Settings):
 
     max_num_seqs: int | None = Field(None, ge=1, le=4096)  # sequences that run at once
     max_model_len: int | None = Field(None, ge=1)  # tokens of the longest sequence, prompt and answer
-    max_num_batched_tokens: int = Field(2048, ge=1)  # a step starts no further prompt beyond this many tokens
+    max_num_batched_tokens: int = Field(2048, ge=1)  # tokens that one step computes at most
+    enable_chunked_prefill: bool = True  # prompts may be computed in pieces beside answers in progress
+    enable_prefix_caching: bool = True  # a prompt that begins as an earlier one goes on from its blocks
+    kv_cache_dtype: str = "auto"  # auto (the model's), float32, bf16, fp8, int8, int4
+    kv_cache_memory: ByteSize | None = None  # bytes of all blocks, or a text such as 4GiB
+    block_size: int = Field(16, ge=1, le=1024)  # tokens of a block
+    num_speculative_tokens: int = Field(0, ge=0, le=64)  # guesses by prompt lookup, checked beside the next token
+    deterministic: bool = False  # the same bits whatever else is in the batch or the cache
     seed: int | None = None  # of the requests that have none of their own; None: a fresh one
-    reuse_prefix: bool = False  # go on from a finished sequence where a prompt begins with its tokens
+    check_blocks: bool = False  # verify the cache's bookkeeping after every step
 
 
-class Ticket:
-    """A submitted prompt: its requests (one a choice), which can be cancelled together."""
-
+class _Ticket(Ticket):
     def __init__(self, engine: Engine, requests: list[Request]) -> None:
         self._engine, self.requests = engine, requests
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.requests[0].prompt_tokens
+        self.prompt_tokens = requests[0].prompt_tokens
 
     def cancel(self) -> None:
-        """End what still runs; harmless afterwards. Its last delta has the finish reason `cancelled`."""
         self._engine._cancel(self.requests)
 
 
-class Engine:
+class Engine(EngineInterface):
     """Serves one model to any number of threads. Close it, or use it in a `with` block."""
 
     def __init__(self, model: Model | str | Path, **settings: Any) -> None:
         """`settings` are those of EngineSettings. Raises UserError for wrong ones, or a cache that does not fit."""
         self.settings = parse_settings(EngineSettings, settings, source="the engine's settings")
         self.model = model if isinstance(model, Model) else load(model)
-        spec, dtype, device = self.model.spec, self.model.dtype, self.model.device
-        self.capacity = fit_capacity(
-            spec, dtype, available_memory(device), self.settings.max_num_seqs, self.settings.max_model_len
-        )
-        self.max_model_len = self.capacity.length
-        self._core = Core(self.model, self.capacity, self.settings.max_num_batched_tokens, self.settings.reuse_prefix)
+        self._core, self.capacity = assemble(self.model, self.settings)
+        super().__init__(self.model.tokenizer, self.model.spec, self.capacity.length)
         self._seeds = random.Random(self.settings.seed)  # noqa: S311 - sampling, not secrets
-        # Guards what other threads hand over: arrivals, cancellations, closing.
+        # Guards what other threads hand over: arrivals, cancellations, calls, closing.
         self._changed = threading.Condition()
         self._arrivals: deque[Request] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._cancellations = False
         self._refusing = ""
         self._stopping = False
+        self._busy_since: float | None = None
         threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="treadle-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the prompt's token ids. Raises UserError where there are none, or one is not in the vocabulary."""
-        if isinstance(prompt, str):
-            self.check_length(len(prompt))
-        return self.model.encode(prompt)
-
-    def check_length(self, characters: int) -> None:
-        """Raise UserError where a text of so many characters cannot fit the context, without tokenizing it."""
-        if self.model.tokenizer is not None and characters > self.max_model_len * self._longest_token:
-            raise UserError(
-                f"the prompt has {characters} characters, more than fit the context of {self.max_model_len} tokens; "
-                "shorten it"
-            )
-
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        tokenizer = self.model.tokenizer
-        return 1 if tokenizer is None else max(map(len, tokenizer.backend.get_vocab()), default=1)
-
-    def submit(
-        self, prompt: str | Sequence[int], settings: SamplingSettings, deliver: Callable[[Delta], None]
-    ) -> Ticket:
-        """Queue a prompt; `deliver` is called in the engine's thread with each delta and must not block.
-
-        Raises UserError for what cannot be carried out, TreadleError once the engine is closing or has failed.
-        """
-        tokens = self.encode(prompt)
-        max_tokens = self._resolve_max_tokens(len(tokens), settings)
-        self._check_ids("logit_bias", settings.logit_bias)
-        self._check_ids("stop_token_ids", settings.stop_token_ids)
-        tokenizer = self.model.tokenizer
-        if settings.stop and tokenizer is None:
-            raise UserError("the model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        ends = () if settings.ignore_eos or tokenizer is None else tokenizer.eos_ids
-        stop_ids = frozenset((*settings.stop_token_ids, *ends))
+    def hand_over(self, prepared: Prepared, deliver: Callable[[Delta], None]) -> Ticket:
+        """Queue what was prepared. Raises TreadleError once the engine is closing or has failed."""
         with self._changed:
             if self._refusing:
                 raise TreadleError(self._refusing)
-            seed = self._seeds.getrandbits(64) if settings.seed is None else settings.seed
-            requests = [
-                Request(tokens, settings, max_tokens, derive_seed(seed, index), stop_ids, deliver, index)
-                for index in range(settings.n)
-            ]
+            requests = make_requests(prepared, self._seeds.getrandbits(64), deliver)
+            self._core.admit(requests)
             self._arrivals.extend(requests)
             self._changed.notify_all()
-        return Ticket(self, requests)
+        return _Ticket(self, requests)
 
-    def generate(
-        self, prompts: Sequence[str | Sequence[int]] | str, settings: SamplingSettings | None = None, **sampling: Any
-    ) -> list[Completion]:
-        """Return the completions of `prompts`, in their order (with n > 1: n for each). Blocks.
+    def command(self, name: str, **arguments: Any) -> Any:
+        """Carry out a command (see commands.py) and return its result. Blocks. Raises UserError, TreadleError."""
+        return run_command(self, self._core, name, arguments)
 
-        Raises UserError for what cannot be carried out, TreadleError where the engine failed.
-        """
-        chosen = SamplingSettings.of(settings, **sampling)
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if prompts and isinstance(prompts[0], int):
-            raise UserError("generate takes a list of prompts; put the token ids of one prompt into a list")
-        deltas: queue.SimpleQueue[tuple[int, Delta]] = queue.SimpleQueue()
-        completions = [Completion() for _ in range(len(prompts) * chosen.n)]
-        tickets: list[Ticket] = []
-        try:
-            for first, prompt in zip(itertools.count(step=chosen.n), prompts, strict=False):
-                tickets.append(self.submit(prompt, chosen, lambda delta, first=first: deltas.put((first, delta))))
-            left = len(completions)
-            while left:
-                first, delta = deltas.get()
-                completions[first + delta.index].add(delta)
-                _raise_if_failed(delta)
-                left -= delta.finish_reason is not None
-        finally:
-            for ticket in tickets:
-                ticket.cancel()
-        return completions
-
-    def deltas(
-        self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **sampling: Any
-    ) -> Iterator[Delta]:
-        """Yield what a prompt gives as it comes, as `stream` does, for a caller that may block."""
-        chosen = SamplingSettings.of(settings, **sampling)
-        arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        ticket = self.submit(prompt, chosen, arrived.put)
-        try:
-            left = chosen.n
-            while left:
-                delta = arrived.get()
-                _raise_if_failed(delta)
-                yield delta
-                left -= delta.finish_reason is not None
-        finally:
-            ticket.cancel()
-
-    def stream(
-        self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **sampling: Any
-    ) -> AsyncIterator[Delta]:
-        """Return an asynchronous iterator over what a prompt gives as it comes, the deltas of n choices mixed.
-
-        Leaving the loop cancels the request. Raises UserError for what cannot be carried out, and while iterating
-        TreadleError where the engine failed.
-        """
-        chosen = SamplingSettings.of(settings, **sampling)
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Delta] = asyncio.Queue()
-
-        def deliver(delta: Delta) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, delta)
-
-        ticket = self.submit(prompt, chosen, deliver)
-
-        async def deltas() -> AsyncIterator[Delta]:
-            try:
-                left = chosen.n
-                while left:
-                    delta = await arrived.get()
-                    _raise_if_failed(delta)
-                    yield delta
-                    left -= delta.finish_reason is not None
-            finally:
-                ticket.cancel()
-
-        return deltas()
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in the engine's thread, between two steps, and return what it returns or raise what it raises."""
+        done: Future[Any] = Future()
+        with self._changed:
+            if self._refusing:
+                raise TreadleError(self._refusing)
+            self._calls.append((work, done))
+            self._changed.notify_all()
+        return done.result()
 
     @property
     def stats(self) -> EngineStats:
@@ -209,9 +114,24 @@ class Engine:
         return self._core.stats
 
     @property
+    def pending(self) -> int:
+        """How many requests were handed over but not seen by the engine's thread yet."""
+        return len(self._arrivals)
+
+    @property
     def failure(self) -> str:
         """Why the engine takes no requests any more, or ""."""
         return self._refusing
+
+    @property
+    def unhealthy(self) -> str:
+        """Why the engine makes no steps although it should, or ""."""
+        since = self._busy_since
+        if self._refusing:
+            return self._refusing
+        if since is not None and time.monotonic() - since > HANG_SECONDS:
+            return f"the engine has been in one step for {time.monotonic() - since:.0f} s"
+        return ""
 
     def close(self, timeout: float = 0.0) -> None:
         """Refuse new requests, let those at hand finish for up to `timeout` seconds, end the rest."""
@@ -223,35 +143,6 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         atexit.unregister(self.close)
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _resolve_max_tokens(self, prompt_tokens: int, settings: SamplingSettings) -> int:
-        room = self.max_model_len - prompt_tokens
-        if room < 1:
-            raise UserError(
-                f"the prompt has {prompt_tokens} tokens, but the context holds {self.max_model_len} with the answer; "
-                "shorten it"
-            )
-        wanted = room if settings.max_tokens is None else settings.max_tokens
-        if wanted > room:
-            raise UserError(
-                f"the prompt's {prompt_tokens} tokens and max_tokens={wanted} exceed the context of "
-                f"{self.max_model_len} tokens; ask for at most {room}"
-            )
-        if settings.min_tokens > wanted:
-            raise UserError(f"min_tokens={settings.min_tokens} is more than the {wanted} tokens that may be made")
-        return wanted
-
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        vocabulary = self.model.spec.vocabulary
-        for token in ids:
-            if not 0 <= token < vocabulary:
-                raise UserError(f"{name}: {token} is not a token id; they lie in 0 to {vocabulary - 1}")
 
     def _cancel(self, requests: list[Request]) -> None:
         with self._changed:
@@ -267,6 +158,8 @@ class Engine:
         try:
             while self._collect():
                 self._core.step()
+        except TreadleError as error:
+            why = str(error)
         except BaseException as error:  # a defect of ours: whoever waits must hear of it
             why = f"the engine has failed and must be started again: {sentence(error)}"
         finally:
@@ -275,24 +168,38 @@ class Engine:
                 for request in self._arrivals:
                     self._core.add(request)
                 self._arrivals.clear()
+                for _, done in self._calls:
+                    done.set_exception(TreadleError(why))
+                self._calls.clear()
             self._core.fail_all(why)
+            self._core.close()
 
     def _collect(self) -> bool:
         """Wait until there is something to do and take what was handed over. Returns False when it is time to end."""
         with self._changed:
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._stopping or self._cancellations or self._arrivals or not self._core.idle
-            )
-            for request in self._arrivals:
-                self._core.add(request)
-            self._arrivals.clear()
+            self._busy_since = None
+            while True:
+                self._changed.notify_all()
+                waiting = self._changed.wait_for(self._something_to_do, self._core.wait_seconds() or None)
+                for request in self._arrivals:
+                    self._core.add(request)
+                self._arrivals.clear()
+                if not waiting or self._stopping or self._cancellations or self._calls or not self._core.wait_seconds():
+                    break
             self._cancellations = False
+            calls = list(self._calls)
+            self._calls.clear()
             stopping = self._stopping
+            self._busy_since = time.monotonic()
         self._core.drop_cancelled()
+        for work, done in calls:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
         return not stopping
 
-
-def _raise_if_failed(delta: Delta) -> None:
-    if delta.error is not None:
-        raise TreadleError(delta.error)
+    def _something_to_do(self) -> bool:
+        if self._stopping or self._cancellations or self._arrivals or self._calls:
+            return True
+        return not self._core.idle and not self._core.wait_seconds()

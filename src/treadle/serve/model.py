@@ -88,14 +88,7 @@ class Model:
 
     def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
         """Return a prompt's token ids. Raises UserError where there are none, or one is not in the vocabulary."""
-        if not isinstance(prompt, str):
-            return token_ids(prompt, self.spec.vocabulary)
-        if self.tokenizer is None:
-            raise UserError("the model has no tokenizer; give the prompt as token ids")
-        tokens = self.tokenizer.encode(prompt)
-        if not tokens:
-            raise UserError("the prompt is empty; give at least one token")
-        return tokens
+        return encode_prompt(self.tokenizer, self.spec.vocabulary, prompt)
 
     def room_for(self, tokens: Sequence[int], max_tokens: int | None) -> int | None:
         """Return the context that a prompt and its answer need, so that no more is set aside; None for all there is."""
@@ -154,6 +147,18 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         hint = nearest(str(dtype), DTYPES) or "; use float32, bfloat16, float16 or auto"
         raise UserError(f"unknown dtype '{dtype}'{hint}")
     return found
+
+
+def encode_prompt(tokenizer: Tokenizer | None, vocabulary: int, prompt: str | Sequence[int] | Tensor) -> list[int]:
+    """Return a prompt's token ids. Raises UserError where there are none, or one is not in the vocabulary."""
+    if not isinstance(prompt, str):
+        return token_ids(prompt, vocabulary)
+    if tokenizer is None:
+        raise UserError("the model has no tokenizer; give the prompt as token ids")
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise UserError("the prompt is empty; give at least one token")
+    return tokens
 
 
 def token_ids(tokens: Sequence[int] | Tensor, vocabulary: int) -> list[int]:

@@ -1,17 +1,24 @@
-"""What a client asked for, and the life of its request: waiting, running, finished, in that order only."""
+"""What a client asked for, and the life of its request: waiting, running, perhaps waiting again, finished."""
 
 from __future__ import annotations
 
 import enum
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from treadle.config import Settings
 from treadle.config.settings import parse_settings
+from treadle.serve.scheduler import urgency
+
+if TYPE_CHECKING:
+    from treadle.serve.block_tables import SequenceBlocks
+    from treadle.serve.speculation import Drafter
+    from treadle.serve.structured import Matcher  # pyrefly: ignore
 
 MAX_LOGPROBS = 20
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -116,6 +123,10 @@ class Delta:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # tokens of the prompt that were still in the cache
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # with the first token; None for the prompt's first
+    embedding: tuple[float, ...] = ()  # of a request for one: the only thing that it gives
+    queue_seconds: float = 0.0  # until it first ran
+    weight_version: str = ""  # of the weights that made this
 
 
 @dataclass
@@ -129,6 +140,10 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_tokens: int = 0
     error: str | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
+    weight_version: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -138,7 +153,10 @@ class Completion:
         self.text += delta.text
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
-        self.prompt_tokens = delta.prompt_tokens
+        self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.embedding = delta.embedding or self.embedding
+        self.weight_version = delta.weight_version
         self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
@@ -157,33 +175,61 @@ class Request:
         stop_ids: frozenset[int],
         deliver: Callable[[Delta], None],
         index: int = 0,
+        leader: Request | None = None,
+        embeds: bool = False,
     ) -> None:
-        """`max_tokens` is resolved against the context, `stop_ids` holds the model's end tokens where they count."""
+        """`max_tokens` is resolved against the context, `stop_ids` holds the model's end tokens where they count.
+
+        `leader` is another choice of the same prompt: once it is computed, this one begins with its blocks.
+        """
         self.number = next(_numbers)
         self.index = index
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
         self.settings, self.max_tokens, self.seed, self.stop_ids = settings, max_tokens, seed, stop_ids
-        self.deliver = deliver
+        self.deliver, self.leader, self.embeds = deliver, leader, embeds
         self.phase = Phase.WAITING
-        self.slot: int | None = None
+        self.arrived = time.monotonic()
+        self.urgency = urgency(self.arrived, settings.priority)
+        self.started: float | None = None  # when it first ran
+        self.blocks: SequenceBlocks | None = None
         self.computed = 0  # tokens whose keys and values are in the cache
+        self.rope_length = 0  # how long the sequence was when those were computed
         self.cached_tokens = 0
+        self.preemptions = 0
         self.cancelled = False
+        self.version = ""  # of the weights that its blocks were computed with
+        self.adapter = 0
+        self.matcher: Matcher | None = None
+        self.drafter: Drafter | None = None
+        self.drafts: list[int] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
 
     @property
     def completion_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def reserve(self) -> int:
-        """The most cache tokens that this request can come to need."""
-        return self.prompt_tokens + self.max_tokens
+    def prompt_done(self) -> bool:
+        """Whether the whole prompt is in the cache."""
+        return self.computed >= self.prompt_tokens
 
-    def start(self, slot: int, computed: int) -> None:
-        """Begin to run in cache slot `slot`, which already holds the first `computed` tokens."""
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.settings.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens
+
+    def start(self, computed: int) -> None:
+        """Begin to run with the first `computed` tokens in the cache."""
         assert self.phase is Phase.WAITING and computed < len(self.tokens)
-        self.phase, self.slot, self.computed, self.cached_tokens = Phase.RUNNING, slot, computed, computed
+        if self.started is None:
+            self.started, self.cached_tokens = time.monotonic(), computed
+        self.phase, self.computed = Phase.RUNNING, computed
+
+    def preempt(self) -> None:
+        """Wait again, with nothing in the cache; the tokens so far stay."""
+        assert self.phase is Phase.RUNNING
+        self.phase, self.computed, self.drafts = Phase.WAITING, 0, []
+        self.preemptions += 1
 
     def finish(self) -> None:
         """End, from any phase but the last."""

@@ -28,30 +28,47 @@ class Choice:
     error: str = ""
 
 
-def choose(logits: Float[Tensor, "S V"], requests: Sequence[Request]) -> list[Choice]:
-    """Return the next token of each request. Changes `logits`."""
-    finite = torch.isfinite(logits).all(-1).tolist()
+@dataclass(frozen=True)
+class Row:
+    """One row of logits: that of the token after a request's own and `guesses` more."""
+
+    request: Request
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> int:
+        """The token's number within the answer, counted from 0."""
+        return self.request.completion_tokens + len(self.guesses)
+
+
+def choose(logits: Float[Tensor, "R V"], rows: Sequence[Row]) -> list[Choice]:
+    """Return the next token of each row. Changes `logits`."""
+    # A NaN or an infinity that a row holds is also its maximum.
+    finite = torch.isfinite(logits.amax(-1)).tolist()
     logprobs = {
-        row: logits[row].float().log_softmax(-1) for row, request in enumerate(requests) if _wants_logprobs(request)
+        index: logits[index].log_softmax(-1)
+        for index, row in enumerate(rows)
+        if row.request.settings.logprobs is not None and finite[index]
     }
-    for row, request in enumerate(requests):
-        if finite[row]:
-            adjust(logits[row], request)
-    tokens = _draw(logits, requests).tolist()
+    errors: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        if not finite[index]:
+            errors[index] = "the model's logits are not finite; its weights or its dtype are at fault"
+        elif not adjust(logits[index], row):
+            errors[index] = "no token of the vocabulary continues what the grammar asks for"
+    tokens = _draw(logits, rows).tolist()
     return [
-        Choice(token, _token_logprob(logprobs[row], token, request) if row in logprobs else None)
-        if finite[row]
-        else Choice(error="the model's logits are not finite; its weights or its dtype are at fault")
-        for row, (token, request) in enumerate(zip(tokens, requests, strict=True))
+        Choice(error=errors[index])
+        if index in errors
+        else Choice(token, token_logprob(logprobs[index], token, row.request.settings.logprobs or 0))
+        if index in logprobs
+        else Choice(token)
+        for index, (token, row) in enumerate(zip(tokens, rows, strict=True))
     ]
 
 
-def _wants_logprobs(request: Request) -> bool:
-    return request.settings.logprobs is not None
-
-
-def _draw(logits: Float[Tensor, "S V"], requests: Sequence[Request]) -> Int[Tensor, "S"]:
-    settings = [request.settings for request in requests]
+def _draw(logits: Float[Tensor, "R V"], rows: Sequence[Row]) -> Int[Tensor, "R"]:
+    settings = [row.request.settings for row in rows]
     if all(s.temperature == 0 for s in settings):
         return logits.argmax(-1)
 
@@ -64,7 +81,7 @@ def _draw(logits: Float[Tensor, "S V"], requests: Sequence[Request]) -> Int[Tens
         tensor([max(s.top_k, 0) for s in settings], torch.int32),
         tensor([s.top_p for s in settings]),
         tensor([s.min_p for s in settings]),
-        tensor([uniform(r.seed, r.completion_tokens) for r in requests]),
+        tensor([uniform(row.request.seed, row.place) for row in rows]),
     )
 
 
@@ -86,25 +103,43 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def adjust(logits: Float[Tensor, "V"], request: Request) -> None:
-    """Apply in place what the request asks beyond temperature and filters: penalties, biases, a minimum length."""
-    settings = request.settings
+def adjust(logits: Float[Tensor, "V"], row: Row) -> bool:
+    """Apply in place what the request asks beyond temperature and filters: penalties, biases, a minimum length, a
+    grammar. Returns False where the grammar leaves no token."""
+    request, settings = row.request, row.request.settings
     if settings.repetition_penalty != 1.0:  # Keskar et al. 2019 (CTRL), section 4.1; prompt and output count
-        seen = torch.tensor(request.tokens, device=logits.device).unique()
+        seen = torch.tensor([*request.tokens, *row.guesses], device=logits.device).unique()
         found = logits[seen]
         logits[seen] = torch.where(found > 0, found / settings.repetition_penalty, found * settings.repetition_penalty)
     if settings.presence_penalty or settings.frequency_penalty:
-        output = torch.tensor(request.tokens[request.prompt_tokens :], dtype=torch.int64, device=logits.device)
+        output = torch.tensor(
+            [*request.tokens[request.prompt_tokens :], *row.guesses], dtype=torch.int64, device=logits.device
+        )
         seen, counts = output.unique(return_counts=True)
         logits[seen] -= settings.presence_penalty + settings.frequency_penalty * counts.to(logits.dtype)
     if settings.logit_bias:
         ids = torch.tensor(list(settings.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(settings.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-    if request.completion_tokens < settings.min_tokens and request.stop_ids:
+    if row.place < settings.min_tokens and request.stop_ids:
         logits[torch.tensor(sorted(request.stop_ids), device=logits.device)] = -torch.inf
+    if request.matcher is None:
+        return True
+    accepted = 0
+    for guess in row.guesses:  # those behind the first that the grammar refuses are never reached
+        if not request.matcher.accept(guess):
+            break
+        accepted += 1
+    request.matcher.mask(logits)
+    request.matcher.rollback(accepted)
+    return bool(logits.max() > -torch.inf)
 
 
-def _token_logprob(logprobs: Float[Tensor, "V"], token: int, request: Request) -> TokenLogprob:
-    count = min(request.settings.logprobs or 0, len(logprobs))
-    values, ids = logprobs.topk(count)
+def token_logprob(logprobs: Float[Tensor, "V"], token: int, count: int) -> TokenLogprob:
+    """Return the log probability of `token`, with the `count` likeliest tokens beside it."""
+    values, ids = logprobs.topk(min(count, len(logprobs)))
     return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def prompt_logprobs(logits: Float[Tensor, "R V"], targets: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Return the log probability of the token that comes after each row."""
+    return [token_logprob(row, target, count) for row, target in zip(logits.log_softmax(-1), targets, strict=True)]

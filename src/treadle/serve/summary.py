@@ -25,7 +25,7 @@ def engine_summary(engine: Engine) -> list[str]:
         ("context", f"{capacity.length} tokens (the model's: {spec.max_positions})"),
         (
             "KV cache",
-            f"{capacity.seqs} sequences, {capacity.seqs * capacity.length} tokens, "
+            f"{capacity.tokens} tokens in blocks of {capacity.block_size}, up to {capacity.seqs} sequences at once, "
             f"{amount_text(capacity.bytes, 'B')} when full",
         ),
         ("kernels", ", ".join(f"{name}: {preferred_kernel(name)}" for name in SERVED_OPERATORS)),

@@ -83,7 +83,7 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("treadle_requests_running", "Sequences that are running.", stats.running),
             ("treadle_requests_waiting", "Sequences that wait for a cache slot.", stats.waiting),
-            ("treadle_cache_tokens_used", "Tokens in the key-value cache.", stats.cache_tokens_used),
+            ("treadle_kv_blocks_held", "Blocks of the key-value cache that sequences hold.", stats.blocks_held),
             ("treadle_cache_tokens", "Tokens that the key-value cache can hold.", capacity.seqs * capacity.length),
         ):
             yield GaugeMetricFamily(name, text, value=value)
