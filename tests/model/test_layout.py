@@ -16,8 +16,8 @@ from treadle.model.layout import Layout, local_spec
 from treadle.model.lora import LoraSpec, attach_lora
 from treadle.model.spec import LayerSpec, MlpSpec, ModelSpec
 from treadle.model.transformer import Transformer
-from treadle.parallel import Plan
 from treadle.parallel.pipeline import split_layers
+from treadle.parallel.plan import Plan
 from treadle.parallel.tensor import cut
 
 

@@ -18,8 +18,8 @@ from treadle.model.parallel import lay_out
 from treadle.model.spec import LayerSpec, MlpSpec, ModelSpec
 from treadle.model.stages import ParallelModel
 from treadle.model.transformer import Transformer
-from treadle.parallel import Plan
 from treadle.parallel.pipeline import PipelineGroup
+from treadle.parallel.plan import Plan
 from treadle.parallel.tensor import TensorGroup
 
 LENGTHS = [7, 1, 12]

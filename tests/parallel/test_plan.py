@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.config import UserError
-from treadle.parallel import Plan
+from treadle.parallel.plan import Plan
 
 
 @given(pp=st.integers(1, 4), replicate=st.integers(1, 16), shard=st.integers(1, 16), tp=st.integers(1, 4))

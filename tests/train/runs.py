@@ -16,7 +16,7 @@ from treadle.config.files import write_atomically
 from treadle.data.shards import Manifest, TokenizerRecord, token_dtype
 from treadle.data.writer import SplitWriter, TokenizedDocuments
 from treadle.model.tokenizer import Tokenizer
-from treadle.parallel import join
+from treadle.parallel.mesh import join
 from treadle.train.feed import open_feed
 from treadle.train.loop import Outcome, Run
 from treadle.train.settings import RunSettings

@@ -16,7 +16,8 @@ from treadle.data.loader import PackedBatch, collate
 from treadle.data.packing import Sample
 from treadle.model.families import family_of, read_spec
 from treadle.model.transformer import Transformer
-from treadle.parallel import Plan, join
+from treadle.parallel.mesh import join
+from treadle.parallel.plan import Plan
 from treadle.train.build import initialize, lay_out
 from treadle.train.optimizers import OptimizerSettings, build_optimizer
 from treadle.train.precision import first_scaler

@@ -14,7 +14,7 @@ from tests.weights.gguf_files import smollm2
 from treadle.model.layout import Layout
 from treadle.model.parallel import lay_out
 from treadle.model.transformer import Transformer
-from treadle.parallel import Plan
+from treadle.parallel.plan import Plan
 from treadle.weights import load as loading
 from treadle.weights.ledger import LoadReport
 from treadle.weights.load import load_model

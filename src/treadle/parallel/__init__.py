@@ -1,6 +1,1 @@
-"""The plan (a parallel layout), the mesh of ranks it spans, and sharded data parallelism applied from outside."""
-
-from treadle.parallel.mesh import Mesh, join
-from treadle.parallel.plan import Plan
-
-__all__ = ["Mesh", "Plan", "join"]
+"""The plan (a parallel layout), the mesh of ranks it spans, and layouts applied to a model from outside."""

@@ -14,8 +14,7 @@ from treadle.model.families import read_spec
 from treadle.model.lora import attach_lora, initial_adapter_value, lora_state
 from treadle.model.spec import ModelSpec
 from treadle.model.transformer import Transformer
-from treadle.parallel import Mesh
-from treadle.parallel.mesh import launched, pick_device
+from treadle.parallel.mesh import Mesh, launched, pick_device
 from treadle.parallel.shard import fill, materialize, shard
 from treadle.train.feed import Feed
 from treadle.train.optimizers import build_optimizer, optimizers

@@ -10,7 +10,7 @@ from pathlib import Path
 from treadle.config import UserError
 from treadle.data import Corpus, Mixture, PackedBatch, batches, evaluation_batches
 from treadle.model.tokenizer import Tokenizer
-from treadle.parallel import Mesh
+from treadle.parallel.mesh import Mesh
 from treadle.train.settings import Batching, DataSettings
 
 

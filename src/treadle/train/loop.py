@@ -14,8 +14,8 @@ from treadle.config import TreadleError
 from treadle.config.progress import amount_text
 from treadle.data import PackedBatch
 from treadle.ops.listing import fallbacks, listing
-from treadle.parallel import Mesh
 from treadle.parallel.collectives import sum_over_ranks
+from treadle.parallel.mesh import Mesh
 from treadle.train import spikes, stopping
 from treadle.train.build import build_state
 from treadle.train.evaluation import measure

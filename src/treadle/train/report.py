@@ -16,7 +16,7 @@ import torch
 from treadle.config import TreadleError
 from treadle.config.files import write_atomically
 from treadle.device.ceilings import matmul_peak
-from treadle.parallel import Mesh
+from treadle.parallel.mesh import Mesh
 from treadle.train.checkpoints import SaveReport
 from treadle.train.curve import svg_curve
 from treadle.train.display import Display

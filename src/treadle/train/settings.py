@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from treadle.config import Settings, UserError
 from treadle.model.lora import LoraSpec
-from treadle.parallel import Plan
+from treadle.parallel.plan import Plan
 from treadle.train.checkpoints import CheckpointSettings
 from treadle.train.evaluation import EvaluationSettings
 from treadle.train.optimizers import OptimizerSettings

@@ -17,9 +17,8 @@ import torch
 
 from treadle.config import TreadleError, load_settings
 from treadle.device.host import cores
-from treadle.parallel import join
 from treadle.parallel.collectives import together
-from treadle.parallel.mesh import pick_device, world_from_environment
+from treadle.parallel.mesh import join, pick_device, world_from_environment
 from treadle.train.feed import Feed, open_feed
 from treadle.train.loop import Outcome, Run
 from treadle.train.settings import RunSettings
