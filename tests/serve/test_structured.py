@@ -49,7 +49,9 @@ def compiled(kind: Any, text: str, tokenizer: Tokenizer = TOKENIZERS["byte level
     return compile_grammar(Grammar(kind=kind, text=text, **more), tokenizer, PADDED)
 
 
-def answer(matcher: Matcher, tokenizer: Tokenizer, chance: random.Random, patience: int = 80) -> str | None:
+def answer(
+    matcher: Matcher, tokenizer: Tokenizer, chance: random.Random, patience: int = 80, rows: int = PADDED
+) -> str | None:
     """Return what a model of random logits says within the grammar, None where it does not come to an end.
 
     Once its patience is over it likes the ends of texts, lists and objects.
@@ -60,7 +62,7 @@ def answer(matcher: Matcher, tokenizer: Tokenizer, chance: random.Random, patien
     for count in range(600):
         if matcher.finished:
             break
-        logits = torch.randn(PADDED, generator=generator) * 3
+        logits = torch.randn(rows, generator=generator) * 3
         if count > patience:
             logits[closing] += 20
             logits[list(tokenizer.eos_ids)] += 40

@@ -11,6 +11,8 @@ import llguidance
 from treadle.model.tokenizer import Tokenizer
 from treadle.serve.grammar_checks import check_lark, check_schema
 from treadle.serve.lark import Grammars, json_grammar, literal, marker, text_until
+from treadle.serve.parsers.formats import FORMATS
+from treadle.serve.parsers.tools import Tool
 from treadle.serve.request import Grammar
 
 MAX_CHOICES = 10_000
@@ -19,12 +21,28 @@ MAX_CHOICES = 10_000
 def llguidance_grammar(grammar: Grammar, tokenizer: Tokenizer) -> str:
     """Return the text to compile. Raises ValueError saying what is wrong."""
     try:
-        return json.dumps({"grammars": _after_reasoning(_grammars(grammar), grammar, tokenizer)})
+        return json.dumps({"grammars": _after_reasoning(_grammars(grammar, tokenizer), grammar, tokenizer)})
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _grammars(grammar: Grammar) -> Grammars:
+def tools_text(tools: Sequence[Tool], form: str, required: bool, parallel: bool) -> str:
+    """Return the text of a grammar of kind "tools": answers that call one or (`parallel`) several of `tools`.
+
+    `form` is the name of a ToolFormat. Without `required` an answer may also be text.
+    """
+    listed = [{"name": one.name, "parameters": one.parameters, "strict": one.strict} for one in tools]
+    return json.dumps({"tools": listed, "format": form, "required": required, "parallel": parallel})
+
+
+def _tools(given: Any, tokenizer: Tokenizer) -> Grammars:
+    tools = [Tool(**one) for one in given["tools"]]
+    for tool in tools:
+        check_schema(tool.parameters)
+    return FORMATS[given["format"]].grammar(tools, given["required"], given["parallel"], tokenizer)
+
+
+def _grammars(grammar: Grammar, tokenizer: Tokenizer) -> Grammars:
     text = grammar.text
     if grammar.kind == "json_object":
         return [json_grammar({"type": "object"})]
@@ -40,7 +58,7 @@ def _grammars(grammar: Grammar) -> Grammars:
         return [{"lark_grammar": text}]
     if grammar.kind == "choice":
         return [{"lark_grammar": "start: " + " | ".join(map(literal, _choices(json.loads(text))))}]
-    raise ValueError(f"a grammar of kind '{grammar.kind}' is not supported")
+    return _tools(json.loads(text), tokenizer)
 
 
 def _choices(choices: Any) -> Sequence[str]:

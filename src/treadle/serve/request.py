@@ -61,8 +61,8 @@ class Grammar(Settings):
     """What an answer must look like: its tokens are chosen among those that keep it possible."""
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice", "tools"]
-    text: str = Field("", max_length=1 << 20)  # the schema (JSON), expression, grammar (Lark), or choices (JSON list)
-    # A reasoning block may come first: text up to `reasoning_end`. It is open already, or begins with `reasoning_start`.
+    text: str = Field("", max_length=1 << 20)  # schema (JSON), expression, grammar (Lark), choices (JSON), tools
+    # A reasoning block may come first: it is open already, or begins with `reasoning_start`; it ends with the other.
     reasoning_start: str = Field("", max_length=64)
     reasoning_end: str = Field("", max_length=64)
 
