@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -30,16 +31,17 @@ def parse(pieces: Iterable[str], name: str | None, reasoning: Reasoning | None =
 
 def cut(text: str, places: list[int]) -> list[str]:
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-FRAGMENTS = st.sampled_from(
-    """<tool_call> </tool_call> <tool_c <think> </think> </thi < <| <|python_tag|> [TOOL_CALLS] [TOOL_CALLS [ARGS]
-    [CALL_ID] [ ] { } {"name": "f", "arguments": {}} {"name":"weather","parameters":{"city":"K\u00f6ln"}} ``` ```json ;
-    {"name": {"name": "f" "name" : , " \\ \\u00e9 \\ud83d "a" 1 -0.5e3 true nul null [1,{"b":[]}] f weather x \u6771
-    [{"name":"f","arguments":{}}] "</tool_call>" {"name":"f","arguments":"{}"} {"name":"f","arguments":[]} 01""".split()
-    + ['{"name": "f", "arguments": {"a": "</tool_call> <tool_call>"}}', " ", "\n", "\n\n", "Well, ", "\t"]
-)
+FRAGMENTS = st.sampled_from([
+    "<tool_call>", "</tool_call>", "<tool_c", "<think>", "</think>", "</thi", "<", "<|", "<|python_tag|>", "[TOOL_CALLS]",
+    "[TOOL_CALLS", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", "```", "```json", ";", ",", ":", '"', "\\", "\\u00e9", "\\ud83d",
+    '"name"', '{"name": "f"', '"a"', "1", "-0.5e3", "01", "true", "nul", "null", '[1,{"b":[]}]', "f", "weather", "\u6771",
+    '{"name": "f", "arguments": {}}', '{"name":"weather","parameters":{"city":"K\u00f6ln"}}', '[{"name":"f","arguments":{}}]',
+    '{"name":"f","arguments":"{}"}', '{"name":"f","arguments":[]}', '"</tool_call>"', " ", "\n", "\n\n", "Well, ", "\t",
+    '{"name": "f", "arguments": {"a": "</tool_call> <tool_call>"}}',
+])  # fmt: skip
 ANSWERS = st.lists(FRAGMENTS, max_size=14).map("".join)
 
 

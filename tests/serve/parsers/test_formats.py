@@ -20,13 +20,17 @@ from treadle.serve.parsers.tools import Tool
 from treadle.serve.request import Grammar
 from treadle.serve.structured import Matcher, compile_grammar
 
+CITY = {"properties": {"city": {"enum": ["Köln", "東京"]}, "days": {"type": "integer"}}, "required": ["city"]}
+WHAT = {
+    "type": "object",
+    "properties": {"what": {"$ref": "#/$defs/w"}},
+    "$defs": {"w": {"type": "string", "maxLength": 5}},
+}
 TOOLS = [
-    Tool("weather", {"properties": {"city": {"enum": ["Köln", "東京"]}, "days": {"type": "integer"}}, "required": ["city"],
-                     "additionalProperties": False}),
-    Tool("say_it", {"type": "object", "properties": {"what": {"$ref": "#/$defs/w"}}, "additionalProperties": False,
-                      "$defs": {"w": {"type": "string", "maxLength": 5}}}),
+    Tool("weather", {**CITY, "additionalProperties": False}),
+    Tool("say_it", {**WHAT, "additionalProperties": False}),
     Tool("now"),
-]  # fmt: skip
+]
 PLAIN = TOKENIZERS["byte level"]
 
 

@@ -41,7 +41,7 @@ class Hermes:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM3 and others."""
 
     name = "hermes"
-    markers = ("<tool_call>", "</tool_call>")
+    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
 
     def may_begin(self, character: str, bare: bool) -> bool:
         return character == "<"
@@ -76,7 +76,7 @@ class Llama3:
     """{"name": ..., "parameters": {...}}, alone or behind <|python_tag|>, several divided by semicolons: Llama 3."""
 
     name = "llama3"
-    markers = ("<|python_tag|>",)
+    markers: tuple[str, ...] = ("<|python_tag|>",)
 
     def may_begin(self, character: str, bare: bool) -> bool:
         return character == "<" or (bare and character == "{")
@@ -112,7 +112,7 @@ class Mistral:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], and the newer [TOOL_CALLS]name[ARGS]{...}."""
 
     name = "mistral"
-    markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    markers: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def may_begin(self, character: str, bare: bool) -> bool:
         return character == "["
@@ -174,7 +174,7 @@ class Json:
     """{"name": ..., "arguments": {...}} or a list of them, alone or as a block of code: models without a way."""
 
     name = "json"
-    markers = ()
+    markers: tuple[str, ...] = ()
 
     def may_begin(self, character: str, bare: bool) -> bool:
         return bare and character in "{[`"
