@@ -35,12 +35,13 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 FRAGMENTS = st.sampled_from([
-    "<tool_call>", "</tool_call>", "<tool_c", "<think>", "</think>", "</thi", "<", "<|", "<|python_tag|>", "[TOOL_CALLS]",
-    "[TOOL_CALLS", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", "```", "```json", ";", ",", ":", '"', "\\", "\\u00e9", "\\ud83d",
-    '"name"', '{"name": "f"', '"a"', "1", "-0.5e3", "01", "true", "nul", "null", '[1,{"b":[]}]', "f", "weather", "\u6771",
-    '{"name": "f", "arguments": {}}', '{"name":"weather","parameters":{"city":"K\u00f6ln"}}', '[{"name":"f","arguments":{}}]',
-    '{"name":"f","arguments":"{}"}', '{"name":"f","arguments":[]}', '"</tool_call>"', " ", "\n", "\n\n", "Well, ", "\t",
-    '{"name": "f", "arguments": {"a": "</tool_call> <tool_call>"}}',
+    "<tool_call>", "</tool_call>", "<tool_c", "<think>", "</think>", "</thi", "<", "<|", "<|python_tag|>",
+    "[TOOL_CALLS]", "[TOOL_CALLS", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", "```", "```json", ";", ",", ":", '"',
+    "\\", "\\u00e9", "\\ud83d", '"name"', '{"name": "f"', '"a"', "1", "-0.5e3", "01", "true", "nul", "null",
+    '[1,{"b":[]}]', "f", "weather", "\u6771", '{"name": "f", "arguments": {}}',
+    '{"name":"weather","parameters":{"city":"K\u00f6ln"}}', '[{"name":"f","arguments":{}}]',
+    '{"name":"f","arguments":"{}"}', '{"name":"f","arguments":[]}', '"</tool_call>"', " ", "\n", "\n\n", "Well, ",
+    "\t", '{"name": "f", "arguments": {"a": "</tool_call> <tool_call>"}}',
 ])  # fmt: skip
 ANSWERS = st.lists(FRAGMENTS, max_size=14).map("".join)
 
