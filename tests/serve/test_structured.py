@@ -158,7 +158,7 @@ def test_blanks_come_to_an_end() -> None:
     matcher = compiled("json_schema", '{"type": "array", "items": {"const": 1}, "minItems": 1}')
     assert matcher.accept(tokenizer.encode("[", special_tokens=False)[0])
     (blank,) = tokenizer.encode("\n", special_tokens=False)
-    assert sum(matcher.accept(blank) for _ in range(200)) <= 64
+    assert sum(matcher.accept(blank) for _ in range(200)) == 1
 
 
 @pytest.mark.parametrize("opened", [True, False])

@@ -188,12 +188,13 @@ class Tokenizer:
         listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)  # arrays and tensors too
         return self.backend.decode(listed, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
+    def stream(self, skip_special_tokens: bool = True, shown: Iterable[int] = ()) -> DecodeStream:
         """Return an incremental decoder: `push(id)` gives the text that is now certain, `finish()` the rest.
 
-        The pieces joined equal `decode` of all ids; a piece never ends within a character.
+        The pieces joined equal `decode` of all ids; a piece never ends within a character. Special tokens that are
+        `shown` are never skipped.
         """
-        return make_stream(self.backend, self.special_ids if skip_special_tokens else frozenset())
+        return make_stream(self.backend, self.special_ids.difference(shown) if skip_special_tokens else frozenset())
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of the token spelled `token` in the vocabulary, or None."""

@@ -82,11 +82,6 @@ class Core:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if request.settings.grammar is not None and self.model.tokenizer is not None:
-            from treadle.serve.structured import compile_grammar  # pyrefly: ignore
-
-            grammar, tokenizer = request.settings.grammar, self.model.tokenizer
-            request.matcher = compile_grammar(grammar, tokenizer, self.model.spec.vocabulary)
         if self._drafts and not request.embeds:
             request.drafter = Drafter(self._drafts)
         bisect.insort(self._waiting, request, key=_order)
@@ -384,10 +379,10 @@ class Core:
         if stop is not None:
             self._outputs.pop(request.number)  # what comes after the stop string is nobody's business
             self._end(request, replace(delta, finish_reason=FinishReason.STOP, stop_reason=stop))
-        elif request.completion_tokens == request.max_tokens:
-            self._end(request, replace(delta, finish_reason=FinishReason.LENGTH))
         elif request.matcher is not None and request.matcher.finished:
             self._end(request, replace(delta, finish_reason=FinishReason.STOP))
+        elif request.completion_tokens == request.max_tokens:
+            self._end(request, replace(delta, finish_reason=FinishReason.LENGTH))
         else:
             self._deliver(request, delta)
             return True
@@ -396,8 +391,11 @@ class Core:
     def _output(self, request: Request) -> TextOutput:
         if request.number not in self._outputs:
             tokenizer = self.model.tokenizer
-            decoder = None if tokenizer is None else tokenizer.stream(request.settings.skip_special_tokens)
-            self._outputs[request.number] = TextOutput(decoder, request.settings.stop)
+            settings = request.settings
+            decoder = (
+                None if tokenizer is None else tokenizer.stream(settings.skip_special_tokens, settings.shown_tokens)
+            )
+            self._outputs[request.number] = TextOutput(decoder, settings.stop)
         return self._outputs[request.number]
 
     def _end(self, request: Request, last: Delta) -> None:

@@ -85,10 +85,13 @@ class Engine(EngineInterface):
 
     def hand_over(self, prepared: Prepared, deliver: Callable[[Delta], None]) -> Ticket:
         """Queue what was prepared. Raises TreadleError once the engine is closing or has failed."""
+        matcher = self.matcher(prepared.settings)  # may take a while: not in the engine's thread, and under no lock
         with self._changed:
             if self._refusing:
                 raise TreadleError(self._refusing)
             requests = make_requests(prepared, self._seeds.getrandbits(64), deliver)
+            for request in requests:
+                request.matcher = None if matcher is None else matcher.clone()
             self._core.admit(requests)
             self._arrivals.extend(requests)
             self._changed.notify_all()

@@ -19,6 +19,7 @@ from treadle.serve.stats import EngineStats
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
+    from treadle.serve.structured import Matcher
 
 
 class Ticket(ABC):
@@ -112,19 +113,19 @@ class EngineInterface(ABC):
         self._check_ids("stop_token_ids", settings.stop_token_ids)
         if settings.stop and self.tokenizer is None:
             raise UserError("the model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        if settings.grammar is not None:
-            self._check_grammar(settings)
+        self.matcher(settings)  # an impossible grammar is refused before the request is admitted
         ends = () if settings.ignore_eos or self.tokenizer is None else self.tokenizer.eos_ids
         return Prepared(tokens, settings, max_tokens, frozenset((*settings.stop_token_ids, *ends)))
 
-    def _check_grammar(self, settings: SamplingSettings) -> None:
-        """Compile the grammar, so that an impossible one is refused before the request is admitted."""
-        from treadle.serve.structured import compile_grammar  # pyrefly: ignore
+    def matcher(self, settings: SamplingSettings) -> Matcher | None:
+        """Return a matcher at the beginning of the settings' grammar. Raises UserError for an impossible one."""
+        if settings.grammar is None:
+            return None
+        from treadle.serve.structured import compile_grammar
 
         if self.tokenizer is None:
             raise UserError("the model has no tokenizer, so its answers cannot follow a grammar")
-        assert settings.grammar is not None
-        compile_grammar(settings.grammar, self.tokenizer, self.spec.vocabulary)
+        return compile_grammar(settings.grammar, self.tokenizer, self.spec.vocabulary)
 
     def _resolve_max_tokens(self, prompt_tokens: int, settings: SamplingSettings) -> int:
         room = self.max_model_len - prompt_tokens

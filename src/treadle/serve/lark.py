@@ -7,8 +7,9 @@ from typing import Any
 
 from treadle.model.tokenizer import Tokenizer
 
-# Between the parts of a JSON text. Bounded, so that a model cannot go on with blanks for ever.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Between the parts of a JSON text: a blank, or a new line with its indent. Bounded, so that no model can go on with
+# blanks for ever.
+WHITESPACE = r"( |\r?\n[ \t]{0,32})"
 
 # llguidance takes a list of grammars: the first is where it starts, the others are named for it ("@name").
 Grammars = list[dict[str, Any]]

@@ -74,6 +74,7 @@ class SamplingSettings(SamplingFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # the same for the prompt's own tokens
     grammar: Grammar | None = None
     adapter: str = ""  # the name of a loaded LoRA adapter, "" for the model as it is
+    shown_tokens: tuple[int, ...] = ()  # special tokens that belong to the text where the others are skipped
     cache_salt: str = Field("", max_length=256)  # prefixes are shared only between requests of the same salt
 
     @classmethod

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from treadle import ops
+from treadle.config import TreadleError
 from treadle.serve.request import Request, TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -54,8 +55,8 @@ def choose(logits: Float[Tensor, "R V"], rows: Sequence[Row]) -> list[Choice]:
     for index, row in enumerate(rows):
         if not finite[index]:
             errors[index] = "the model's logits are not finite; its weights or its dtype are at fault"
-        elif not adjust(logits[index], row):
-            errors[index] = "no token of the vocabulary continues what the grammar asks for"
+        elif error := adjust(logits[index], row):
+            errors[index] = error
     tokens = _draw(logits, rows).tolist()
     return [
         Choice(error=errors[index])
@@ -103,9 +104,9 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def adjust(logits: Float[Tensor, "V"], row: Row) -> bool:
+def adjust(logits: Float[Tensor, "V"], row: Row) -> str:
     """Apply in place what the request asks beyond temperature and filters: penalties, biases, a minimum length, a
-    grammar. Returns False where the grammar leaves no token."""
+    grammar. Returns why no token can follow, or ""."""
     request, settings = row.request, row.request.settings
     if settings.repetition_penalty != 1.0:  # Keskar et al. 2019 (CTRL), section 4.1; prompt and output count
         seen = torch.tensor([*request.tokens, *row.guesses], device=logits.device).unique()
@@ -123,15 +124,18 @@ def adjust(logits: Float[Tensor, "V"], row: Row) -> bool:
     if row.place < settings.min_tokens and request.stop_ids:
         logits[torch.tensor(sorted(request.stop_ids), device=logits.device)] = -torch.inf
     if request.matcher is None:
-        return True
+        return ""
     accepted = 0
     for guess in row.guesses:  # those behind the first that the grammar refuses are never reached
         if not request.matcher.accept(guess):
             break
         accepted += 1
-    request.matcher.mask(logits)
-    request.matcher.rollback(accepted)
-    return bool(logits.max() > -torch.inf)
+    try:
+        request.matcher.mask(logits)
+        request.matcher.rollback(accepted)
+    except TreadleError as error:  # the grammar has become too much work: the end of this request only
+        return str(error)
+    return "" if logits.max() > -torch.inf else "no token of the vocabulary continues what the grammar asks for"
 
 
 def token_logprob(logprobs: Float[Tensor, "V"], token: int, count: int) -> TokenLogprob:
