@@ -18,9 +18,8 @@ from treadle.model.parallel import lay_out
 from treadle.model.spec import LayerSpec, MlpSpec, ModelSpec
 from treadle.model.stages import ParallelModel
 from treadle.model.transformer import Transformer
-from treadle.parallel.pipeline import PipelineGroup
+from treadle.parallel.mesh import join
 from treadle.parallel.plan import Plan
-from treadle.parallel.tensor import TensorGroup
 
 LENGTHS = [7, 1, 12]
 # Sums over ranks are added in another order than within one matrix product: some roundings of fp32.
@@ -44,22 +43,6 @@ SPECS: dict[str, ModelSpec] = {
 }
 
 
-def groups(plan: Plan) -> tuple[TensorGroup | None, PipelineGroup | None]:
-    """Return this rank's groups; every rank makes all of them."""
-    rank, tensor, pipeline = dist.get_rank(), None, None
-    for stage in range(plan.pp):
-        ranks = [plan.rank(pp=stage, tp=index) for index in range(plan.tp)]
-        group = dist.new_group(ranks)
-        if rank in ranks and plan.tp > 1:
-            tensor = TensorGroup(group)
-    for index in range(plan.tp):
-        ranks = [plan.rank(pp=stage, tp=index) for stage in range(plan.pp)]
-        group = dist.new_group(ranks)
-        if rank in ranks and plan.pp > 1:
-            pipeline = PipelineGroup(group)
-    return tensor, pipeline
-
-
 def whole(spec: ModelSpec, lora: bool = False) -> Transformer:
     """Return the whole model, the same on every rank; no bias, norm or sink is at a value that hides it."""
     model = Transformer(spec)
@@ -80,21 +63,35 @@ def tokens_of(spec: ModelSpec) -> Tensor:
 
 def _logits(names: list[str], plan: Plan) -> list[tuple[float, int]]:
     """Return for each model the largest difference of the logits, and how many rows came to this rank."""
-    tensor, pipeline = groups(plan)
     found = []
+    with join(plan, torch.device("cpu")) as mesh:
+        tensor, pipeline = mesh.tensor_group(), mesh.pipeline_group()
     for name in names:
         spec = SPECS[name]
         model, tokens, rows = whole(spec, lora=True).requires_grad_(False), tokens_of(spec), torch.tensor([2, 6, 7, 19])
-        context = PackedContext.of_lengths(LENGTHS)
-        expected = model(tokens, context, rows=rows)
+        pooled, everything = torch.tensor([0, 19]), torch.arange(len(tokens))
+        normed = model.norm(model.hidden(tokens, PackedContext.of_lengths(LENGTHS)))
         lay_out(model, Layout(spec, plan, dist.get_rank()), tensor)
-        logits = ParallelModel(model, pipeline)(tokens, PackedContext.of_lengths(LENGTHS), rows)
-        assert logits.shape[1] == spec.vocabulary
-        nothing = ParallelModel(model, pipeline)(tokens, PackedContext.of_lengths(LENGTHS), rows[:0])
-        assert nothing.shape == (0, spec.vocabulary)
-        difference = (logits - expected[: len(logits)]).abs().max() / expected.std() if len(logits) else 0.0
-        found.append((float(difference), len(logits)))
+        part = ParallelModel(model, pipeline)
+        worst, count = 0.0, 0
+        expected_logits = logits_of(spec, normed)
+        for wanted, states in ((rows, pooled), (rows, None), (rows[:0], pooled), (rows[:0], None), (None, None)):
+            logits, hidden = part(tokens, PackedContext.of_lengths(LENGTHS), wanted, states)
+            assert logits.shape[1] == spec.vocabulary and hidden.shape[1] == spec.width
+            count += len(logits) + len(hidden)
+            for got, expected in (
+                (logits, expected_logits[everything if wanted is None else wanted]),
+                (hidden, normed[pooled[:0] if states is None else states]),
+            ):
+                if len(got):
+                    worst = max(worst, float((got - expected).abs().max() / expected.std()))
+        found.append((worst, count))
     return found
+
+
+def logits_of(spec: ModelSpec, normed: Tensor) -> Tensor:
+    """Return the logits of a whole model's last hidden states."""
+    return whole(spec, lora=True).requires_grad_(False).logits(normed)
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(pp=2), Plan(pp=2, tp=2)], ids=["tp", "pp", "both"])
@@ -102,14 +99,14 @@ def test_logits_are_those_of_the_whole_model(ranks, plan: Plan) -> None:
     plan = plan.resolve(plan.pp * plan.tp)
     results = ranks(plan.ranks()).run(_logits, list(SPECS), plan)
     for name, (difference, rows) in zip(SPECS, results[0], strict=True):
-        assert rows == 4 and difference < TOLERANCE, (name, difference)
+        assert rows == 4 + 2 + 4 + 2 + sum(LENGTHS) and difference < TOLERANCE, (name, difference)
     assert all(rows == 0 for result in results[1:] for _, rows in result), "logits go to the first rank only"
 
 
 def _gradients(names: list[str], plan: Plan) -> list[tuple[float, str, float]]:
     """Return for each model the difference of the loss sum, and of the parameter whose gradient differs the most."""
-    tensor, _ = groups(plan)
-    assert tensor is not None
+    with join(plan, torch.device("cpu")) as mesh:
+        tensor = mesh.tensor_group()
     found = []
     for name in names:
         spec = SPECS[name]

@@ -15,40 +15,60 @@ from treadle.parallel.pipeline import PipelineGroup
 class ParallelModel:
     """This rank's part of a model (see model/parallel.py), and the pipeline that its stage belongs to, if any.
 
-    For serving and evaluation: there is no way back for gradients. Every rank calls it with the same tokens and rows.
+    For serving and evaluation: there is no way back for gradients. Every rank calls it with the same arguments.
     """
 
     def __init__(self, module: Transformer, pipeline: PipelineGroup | None) -> None:
         assert module.layout is not None
         self.module, self.pipeline = module, pipeline
-        self.head_rank = module.layout.coordinates["tp"] == 0  # the one of each stage that handles logits
+        self.speaks = module.layout.coordinates["tp"] == 0  # the one rank of each stage that passes logits on
         if isinstance(module.readout, VocabularyReadout):
             module.readout.to_first = True
 
     @torch.no_grad()
     def __call__(
-        self, tokens: Int[Tensor, "T"], context: Context, rows: Int[Tensor, "R"] | None = None
-    ) -> Float[Tensor, "R V"]:
-        """Return the logits of `rows` (default: every token) on the first rank, elsewhere none ([0, V])."""
-        module, pipeline = self.module, self.pipeline
-        if pipeline is None:
-            return self._only_on_head_rank(module(tokens, context, rows=rows))
-        stage, last = pipeline.stage, pipeline.stages - 1
-        width, vocabulary = module.spec.width, module.spec.vocabulary
-        hidden = tokens
-        if stage:
-            empty = torch.empty(len(tokens), width, dtype=module.dtype, device=tokens.device)
-            hidden = pipeline.receive(empty, stage - 1)
-        x = module(hidden, context, rows=rows)
-        if stage < last:
-            pipeline.send(x, stage + 1)
-        if not self.head_rank or 0 < stage < last:
-            return x.new_empty(0, vocabulary)
-        if stage == last:
-            pipeline.send(x, 0)
-            return x.new_empty(0, vocabulary)
+        self,
+        tokens: Int[Tensor, "T"],
+        context: Context,
+        rows: Int[Tensor, "R"] | None = None,
+        pooled: Int[Tensor, "P"] | None = None,
+    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "P D"]]:
+        """Return the logits of `rows` (default: every token) and the last hidden states, normed, of `pooled` (default:
+        none), both on the first rank; elsewhere there are none ([0, V] and [0, D])."""
+        module = self.module
         count = len(tokens) if rows is None else len(rows)
-        return pipeline.receive(x.new_empty(count, vocabulary), last)
+        hidden = self._stage(tokens, context)
+        logits, states = self._empty(0, module.spec.vocabulary), self._empty(0, module.spec.width)
+        if module.layout is not None and module.layout.last:
+            if rows is not None:
+                hidden = hidden[rows if pooled is None else torch.cat([rows, pooled])]
+            normed = module.norm(hidden)
+            logits, states = module.logits(normed[:count]), normed[count:]
+        return self._to_first(logits, count), self._to_first(states, 0 if pooled is None else len(pooled))
 
-    def _only_on_head_rank(self, logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
-        return logits if self.head_rank else logits[:0]
+    def _stage(self, tokens: Int[Tensor, "T"], context: Context) -> Float[Tensor, "T D"]:
+        """Return what this rank's layers make of what the stage before it sent, and send it on."""
+        if self.pipeline is None:
+            return self.module.hidden(tokens, context)
+        stage, x = self.pipeline.stage, tokens
+        if stage:
+            x = self.pipeline.receive(self._empty(len(tokens), self.module.spec.width), stage - 1)
+        x = self.module.hidden(x, context)
+        if stage < self.pipeline.stages - 1:
+            self.pipeline.send(x, stage + 1)
+        return x
+
+    def _to_first(self, x: Float[Tensor, "R N"], rows: int) -> Float[Tensor, "R N"]:
+        """Return what the last stage has, `rows` rows of it, on the first rank; nothing elsewhere."""
+        pipeline = self.pipeline
+        if not self.speaks:
+            return x[:0]
+        if pipeline is None:
+            return x
+        if pipeline.stage == pipeline.stages - 1:
+            pipeline.send(x, 0)
+            return x[:0]
+        return pipeline.receive(self._empty(rows, x.shape[1]), pipeline.stages - 1) if pipeline.stage == 0 else x
+
+    def _empty(self, rows: int, size: int) -> Tensor:
+        return torch.empty(rows, size, dtype=self.module.dtype, device=self.module.device)

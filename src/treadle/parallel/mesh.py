@@ -11,9 +11,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from treadle.config import UserError
+from treadle.parallel.pipeline import PipelineGroup
 from treadle.parallel.plan import Plan
+from treadle.parallel.tensor import TensorGroup
 
 # What gradients and weights travel over, by device; control messages always go over Gloo from the CPU.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
@@ -33,6 +36,14 @@ class Mesh:
     def first(self) -> bool:
         """Whether this rank speaks for all (prints, writes metrics)."""
         return self.rank == 0
+
+    def tensor_group(self) -> TensorGroup | None:
+        """Return the ranks that share this one's layers, None where it has them alone."""
+        return TensorGroup(self.device_mesh.get_group("tp")) if self.plan.tp > 1 else None
+
+    def pipeline_group(self) -> PipelineGroup | None:
+        """Return the ranks that hold the stages of this one's pipeline, None where it has all layers."""
+        return PipelineGroup(self.device_mesh.get_group("pp")) if self.plan.pp > 1 else None
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -65,14 +76,25 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, local_rank)
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where ranks meet that no launcher started: each its number, and a store that all of them reach."""
+
+    rank: int
+    size: int
+    store: dist.Store
+
+
 @contextmanager
-def join(plan: Plan, device: torch.device, timeout_seconds: float = 1800) -> Generator[Mesh]:
+def join(
+    plan: Plan, device: torch.device, timeout_seconds: float = 1800, rendezvous: Rendezvous | None = None
+) -> Generator[Mesh]:
     """Join the process group, yield this rank's place in the mesh, and leave it again.
 
-    Without a launcher this process is a group of its own. A process group that is already there is used and kept.
-    Raises UserError where the plan does not fit the number of ranks.
+    Without a launcher or `rendezvous` this process is a group of its own. A process group that is already there is used
+    and kept. Raises UserError where the plan does not fit the number of ranks.
     """
-    rank, size, _ = world_from_environment()
+    rank, size, _ = world_from_environment() if rendezvous is None else (rendezvous.rank, rendezvous.size, 0)
     plan = plan.resolve(size)
     own = not dist.is_initialized()
     if own:
@@ -80,13 +102,17 @@ def join(plan: Plan, device: torch.device, timeout_seconds: float = 1800) -> Gen
         timeout = timedelta(seconds=timeout_seconds)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
-        if launched():
+        if rendezvous is not None:
+            dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=size, timeout=timeout)
+        elif launched():
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         axes = plan.axes()
         device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        for axis in axes:  # otherwise the groups along the axes would wait for PyTorch's own default
+            _set_pg_timeout(timedelta(seconds=timeout_seconds), device_mesh.get_group(axis))
         yield Mesh(plan, device, rank, size, device_mesh)
     finally:
         if own:
