@@ -1,0 +1,117 @@
+"""One rank's part of a parallel model: its weights, its cache, and how each command changes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from treadle.model.layout import Layout
+from treadle.model.parallel import lay_out
+from treadle.model.spec import ModelSpec
+from treadle.model.stages import ParallelModel
+from treadle.model.transformer import Transformer
+from treadle.parallel import Mesh
+from treadle.serve import rank_commands as commands
+from treadle.serve.batch import LayerGroup, StepOutput, layer_groups
+from treadle.serve.cache import available_memory
+from treadle.serve.kv_cache import KVCache, KVFormat
+from treadle.serve.model import parse_dtype
+from treadle.serve.paged import PagedContext
+from treadle.weights.load import load_model
+
+
+def local_groups(layout: Layout) -> tuple[LayerGroup, ...]:
+    """Return the layer groups of the whole model with the layers that a rank has, numbered as the rank numbers them.
+
+    A group of which it has none stays, empty, so that each block table of a batch has its place.
+    """
+    first = layout.layers.start
+    return tuple(
+        LayerGroup(group.window, tuple(layer - first for layer in group.layers if layer in layout.layers))
+        for group in layer_groups(layout.spec)
+    )
+
+
+class Rank:
+    """Carries out commands. Commands that compute are called by one thread; `LoadWeights` may run beside them."""
+
+    def __init__(self, mesh: Mesh, model: str, node_ranks: int, deterministic: bool = False) -> None:
+        """`model` is the path that "" stands for, `node_ranks` how many ranks share this machine."""
+        self.mesh, self.model, self.node_ranks, self.deterministic = mesh, model, node_ranks, deterministic
+        self.weights: dict[int, ParallelModel] = {}
+        self.cache: KVCache | None = None
+        self._tensor, self._pipeline = mesh.tensor_group(), mesh.pipeline_group()
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's place in the plan of the model whose weights it holds."""
+        layout = next(iter(self.weights.values())).module.layout
+        assert layout is not None
+        return layout
+
+    def run(self, command: commands.Command) -> Any:
+        """Carry a command out and return what it gives: a StepOutput, or plain data."""
+        match command:
+            case commands.Step():
+                return self.step(command)
+            case commands.LoadWeights():
+                return self.load(command)
+            case commands.DropWeights():
+                self.weights.pop(command.number, None)
+            case commands.Measure():
+                # Ranks of this machine share its memory where the device is the host.
+                sharing = self.node_ranks if self.mesh.device.type == "cpu" else 1
+                return available_memory(self.mesh.device) // sharing
+            case commands.MakeCache():
+                self.make_cache(command)
+            case commands.FreeCache():
+                if self.cache is not None:
+                    self.cache.release()
+            case commands.Leave():
+                pass
+        return None
+
+    @torch.inference_mode()
+    def step(self, command: commands.Step) -> StepOutput:
+        """Compute a step, with all other ranks. What it gives is on the first rank, elsewhere it is empty."""
+        device, cache = self.mesh.device, self.cache
+        assert cache is not None, "there is no cache yet"
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)  # of this thread
+        context = PagedContext(cache, command.batch, device, self.deterministic)
+        tokens = torch.tensor(command.batch.tokens, device=device)
+        model = self.weights[command.weights]
+        logits, hidden = model(tokens, context, context.rows, context.pooled)  # pyrefly: ignore[bad-argument-type]
+        return StepOutput(logits.float(), hidden.float())
+
+    def load(self, command: commands.LoadWeights) -> dict[str, Any]:
+        """Read this rank's part of a model. Returns how many parameters and bytes that were. Raises UserError."""
+        reports = []
+
+        def lay(module: Transformer) -> None:
+            self._check_same(module.spec)
+            lay_out(module, Layout(module.spec, self.mesh.plan, self.mesh.rank), self._tensor)
+
+        path = command.path or self.model
+        module = load_model(path, parse_dtype(command.dtype), self.mesh.device, reports.append, lay)
+        self.weights[command.number] = ParallelModel(module, self._pipeline)
+        return {"parameters": reports[0].parameters, "bytes": reports[0].bytes_read}
+
+    def _check_same(self, spec: ModelSpec) -> None:
+        """A cache that is there holds what was computed by a model of one shape."""
+        if self.weights:
+            assert self.layout.spec == spec, "other weights of the same model have the same shape"
+
+    def make_cache(self, command: commands.MakeCache) -> None:
+        """Make the cache, or take its memory again."""
+        module = next(iter(self.weights.values())).module
+        format = KVFormat.of(command.format, module.dtype, self.mesh.device)
+        self.cache = KVCache(
+            self.layout.local,
+            local_groups(self.layout),
+            command.blocks,
+            command.block_size,
+            format,
+            self.mesh.device,
+        )
