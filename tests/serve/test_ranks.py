@@ -19,7 +19,7 @@ from tests.tiny_models import TINY, ours_of, reference_of, some_tokens
 from treadle.config import TreadleError, UserError
 from treadle.model.context import PackedContext
 from treadle.model.transformer import Transformer
-from treadle.parallel import Plan
+from treadle.parallel.plan import Plan
 from treadle.serve.batch import StepBatch
 from treadle.serve.nodes import Nodes
 from treadle.serve.parallel_runner import ParallelRunner

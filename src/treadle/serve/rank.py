@@ -11,10 +11,10 @@ from treadle.model.parallel import lay_out
 from treadle.model.spec import ModelSpec
 from treadle.model.stages import ParallelModel
 from treadle.model.transformer import Transformer
-from treadle.parallel import Mesh
+from treadle.parallel.mesh import Mesh
 from treadle.serve import rank_commands as commands
 from treadle.serve.batch import LayerGroup, StepOutput, layer_groups
-from treadle.serve.cache import available_memory
+from treadle.serve.capacity import available_memory
 from treadle.serve.kv_cache import KVCache, KVFormat
 from treadle.serve.model import parse_dtype
 from treadle.serve.paged import PagedContext

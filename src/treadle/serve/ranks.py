@@ -35,8 +35,8 @@ import torch.distributed as dist
 from treadle.config import TreadleError, UserError
 from treadle.config.progress import progress
 from treadle.device.host import cores
-from treadle.parallel import Plan, join
-from treadle.parallel.mesh import Rendezvous, pick_device
+from treadle.parallel.mesh import Rendezvous, join, pick_device
+from treadle.parallel.plan import Plan
 from treadle.serve import rank_commands as commands
 from treadle.serve import worker as workers
 from treadle.serve.batch import StepOutput

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 import treadle
 from treadle.config import TreadleError, UserError
-from treadle.parallel import Plan, join
-from treadle.parallel.mesh import Rendezvous, pick_device
+from treadle.parallel.mesh import Rendezvous, join, pick_device
+from treadle.parallel.plan import Plan
 from treadle.serve import rank_commands as commands
 from treadle.serve.rank import Rank
 
