@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -24,7 +25,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-import treadle
 from treadle.config import TreadleError, UserError
 from treadle.parallel.mesh import Rendezvous, join, pick_device
 from treadle.parallel.plan import Plan
@@ -44,7 +44,8 @@ def lost_connection(error: BaseException) -> bool:
 
 def versions() -> dict[str, str]:
     """Return what must be the same on every rank."""
-    return {"treadle": treadle.__version__, "torch": torch.__version__.partition("+")[0]}
+    package = importlib.import_module("treadle")  # by its name: it also stands for what serving must not know
+    return {"treadle": package.__version__, "torch": torch.__version__.partition("+")[0]}
 
 
 def main() -> None:
@@ -182,7 +183,7 @@ def command_line(*words: str) -> list[str]:
 
 def environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker: this process's, and where Treadle is."""
-    source = str(Path(treadle.__file__).parent.parent)
+    source = str(Path(__file__).parents[2])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
