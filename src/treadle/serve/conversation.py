@@ -30,7 +30,7 @@ class Conversation:
 
     def __init__(self, engine: Engine, settings: SamplingSettings, system: str | None = None) -> None:
         """`settings.max_tokens` bounds an answer; near the context's end answers are shorter."""
-        check_chat_template(engine.model.tokenizer)
+        check_chat_template(engine.tokenizer)
         self.engine, self.settings = engine, settings
         self.messages: list[dict[str, str]] = []
         self.forgotten = 0  # messages that no longer fit the context and were dropped, the oldest first
@@ -65,11 +65,11 @@ class Conversation:
 
     def _fit(self) -> list[int]:
         """Return the conversation's tokens, dropping its oldest exchanges until an answer fits behind it."""
-        assert self.engine.model.tokenizer is not None
+        assert self.engine.tokenizer is not None
         space = self.engine.max_model_len
         kept_free = min(MIN_ANSWER, max(1, space // 4))
         while True:
-            tokens = encode_chat(self.engine.model.tokenizer, self.messages, add_generation_prompt=True)
+            tokens = encode_chat(self.engine.tokenizer, self.messages, add_generation_prompt=True)
             if len(tokens) + kept_free <= space:
                 return tokens
             first = 0 if self.system is None else 1

@@ -78,6 +78,8 @@ class Engine(EngineInterface):
         self._refusing = ""
         self._stopping = False
         self._busy_since: float | None = None
+        self.ended = False  # nothing more will come
+        self.after_step: Callable[[], None] = lambda: None  # called in the engine's thread
         threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="treadle-engine", daemon=True)
         self._thread.start()
@@ -115,6 +117,11 @@ class Engine(EngineInterface):
     def stats(self) -> EngineStats:
         """What was counted since the start."""
         return self._core.stats
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that new requests get."""
+        return self._core.version
 
     @property
     def pending(self) -> int:
@@ -161,6 +168,7 @@ class Engine(EngineInterface):
         try:
             while self._collect():
                 self._core.step()
+                self.after_step()
         except TreadleError as error:
             why = str(error)
         except BaseException as error:  # a defect of ours: whoever waits must hear of it
@@ -176,6 +184,8 @@ class Engine(EngineInterface):
                 self._calls.clear()
             self._core.fail_all(why)
             self._core.close()
+            self.ended = True
+            self.after_step()
 
     def _collect(self) -> bool:
         """Wait until there is something to do and take what was handed over. Returns False when it is time to end."""

@@ -19,6 +19,7 @@ from treadle.serve.stats import EngineStats
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
+    from treadle.serve.capacity import Capacity
     from treadle.serve.structured import Matcher
 
 
@@ -46,6 +47,8 @@ class Prepared:
 class EngineInterface(ABC):
     """Serves one model to any number of threads and event loops. Close it, or use it in a `with` block."""
 
+    capacity: Capacity
+
     def __init__(self, tokenizer: Tokenizer | None, spec: ModelSpec, max_model_len: int) -> None:
         self.tokenizer, self.spec, self.max_model_len = tokenizer, spec, max_model_len
 
@@ -53,6 +56,16 @@ class EngineInterface(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """What was counted since the start."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> str:
+        """The name of the weights that new requests get."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> int:
+        """How many prompts were handed over that the engine has not begun with."""
 
     @property
     @abstractmethod

@@ -18,7 +18,7 @@ from treadle.serve.scheduler import urgency
 if TYPE_CHECKING:
     from treadle.serve.block_tables import SequenceBlocks
     from treadle.serve.speculation import Drafter
-    from treadle.serve.structured import Matcher  # pyrefly: ignore
+    from treadle.serve.structured import Matcher
 
 MAX_LOGPROBS = 20
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]

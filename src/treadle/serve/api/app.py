@@ -57,7 +57,7 @@ class Server:
     async def encode_messages(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool, **variables: Any
     ) -> list[int]:
-        tokenizer = self.engine.model.tokenizer
+        tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; use /v1/completions with token ids", "messages")
         plain = [message.plain() for message in messages]
@@ -187,7 +187,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         settings = body.settings()
         prompt = await server.encode_messages(body.messages, body.add_generation_prompt, **body.chat_template_kwargs)
         exchange = server.open([prompt], settings)
-        shape = ChatShape(name, engine.model.tokenizer, body.include_usage)
+        shape = ChatShape(name, engine.tokenizer, body.include_usage)
         return await server.answer(request, exchange, shape, body.stream)
 
     @app.post("/v1/completions")
@@ -197,7 +197,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         settings = body.settings()
         prompts = await asyncio.to_thread(lambda: [engine.encode(prompt) for prompt in body.prompts()])
         exchange = server.open(prompts, settings)
-        shape = CompletionShape(name, engine.model.tokenizer, body.include_usage)
+        shape = CompletionShape(name, engine.tokenizer, body.include_usage)
         return await server.answer(request, exchange, shape, body.stream)
 
 
@@ -226,7 +226,7 @@ def _add_information(app: FastAPI, server: Server) -> None:
     async def tokenize(request: Request) -> JSONResponse:
         body = await read_body(request, TokenizeBody)
         server.check_model(body.model)
-        tokenizer = engine.model.tokenizer
+        tokenizer = engine.tokenizer
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer")
         if (body.prompt is None) == (body.messages is None):
@@ -241,11 +241,11 @@ def _add_information(app: FastAPI, server: Server) -> None:
     async def detokenize(request: Request) -> JSONResponse:
         body = await read_body(request, DetokenizeBody)
         server.check_model(body.model)
-        if engine.model.tokenizer is None:
+        if engine.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer")
         try:
-            tokens = token_ids(body.tokens, engine.model.spec.vocabulary) if body.tokens else []
+            tokens = token_ids(body.tokens, engine.spec.vocabulary) if body.tokens else []
         except UserError as error:
             raise ApiError(400, str(error), "tokens") from error
-        text = engine.model.tokenizer.decode(tokens, skip_special_tokens=False)
+        text = engine.tokenizer.decode(tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
