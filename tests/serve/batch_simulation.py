@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -74,7 +73,7 @@ def simulate(
             sequences[number] = Sequence(state, one.answer, one.seconds)
             policy.arrived(one.prompt)
         if not any(one.running for one in sequences.values()):
-            waiting = [one for one in sequences.values()]
+            waiting = list(sequences.values())
             hold = policy.hold([one.state.tokens for one in waiting], clock - min(one.arrived for one in waiting))
             if hold.seconds > 0:
                 clock = min(clock + hold.seconds, coming[0].seconds) if coming else clock + hold.seconds
@@ -144,7 +143,9 @@ def _advance(
             del sequences[piece.number]
 
 
-def poisson(rate: float, seconds: float, prompt: tuple[float, float], answer: tuple[int, int], seed: int) -> list[Arrival]:
+def poisson(
+    rate: float, seconds: float, prompt: tuple[float, float], answer: tuple[int, int], seed: int
+) -> list[Arrival]:
     """Requests at `rate` a second; prompts lognormal (median, sigma), answers uniform."""
     dice, now, arrivals = random.Random(seed), 0.0, []
     while (now := now + dice.expovariate(rate)) < seconds:

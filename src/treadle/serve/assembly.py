@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from treadle.config import UserError
 from treadle.serve.batch import layer_groups
+from treadle.serve.batching import BatchPolicy, make_policy
 from treadle.serve.block_tables import BlockTables
 from treadle.serve.capacity import Capacity, Wanted, available_memory, fit_capacity
 from treadle.serve.core import Core
+from treadle.serve.cost_store import cost_identity, cost_path
 from treadle.serve.kv_cache import KVCache, KVFormat
 from treadle.serve.measure import step_bytes_of
 from treadle.serve.model import Model
@@ -35,9 +37,19 @@ def assemble(model: Model, settings: EngineSettings) -> tuple[Core, Capacity]:
         limits,
         reuse_prefixes=settings.enable_prefix_caching,
         drafts=settings.num_speculative_tokens,
+        policy=_policy(model, settings),
         check=settings.check_blocks,
     )
     return core, capacity
+
+
+def _policy(model: Model, settings: EngineSettings) -> BatchPolicy:
+    """Return the batch policy; a dynamic one remembers what it learned at this model on this machine."""
+    if settings.batch is None:
+        return make_policy(None)
+    cache = {"kv_cache_dtype": settings.kv_cache_dtype, "deterministic": settings.deterministic}
+    identity = cost_identity(model, **cache)
+    return make_policy(settings.batch, settings.enable_chunked_prefill, cost_path(identity), identity)
 
 
 def _fit(model: Model, settings: EngineSettings) -> tuple[Capacity, KVFormat]:

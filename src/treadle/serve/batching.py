@@ -8,18 +8,22 @@ A policy keeps what was learned (the cost of steps, the lengths of prompts); wha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from treadle.config import Settings, UserError
+from treadle.config import Settings, TreadleError, UserError
 from treadle.serve.cost_model import CostModel, Fit, StepWork
 from treadle.serve.cost_store import load_costs, save_costs
 from treadle.serve.lengths import LengthHistogram, candidate_sizes
-from treadle.serve.scheduler import Limits, SequenceState, State
+from treadle.serve.scheduler import Limits, State
 from treadle.serve.step_budget import Budget, Hold, choose_budget, choose_hold, shape
+
+LEAST_NEWS = 16  # measured steps for which the file on disk is written again
 
 
 class BatchSettings(Settings):
@@ -47,6 +51,8 @@ class BatchPolicy:
         """`costs` and `lengths` are what an earlier run learned."""
         self.costs, self.lengths = costs or CostModel(), lengths or LengthHistogram()
         self.notes: tuple[str, ...] = ()  # for the summary at the start
+        self.store: tuple[Path, dict[str, str]] | None = None  # where it is kept, and as whose
+        self._known = self.costs.steps
         self._token_cost: tuple[Fit | None, float] = (None, 0.0)
         self._last = StepWork()
 
@@ -76,6 +82,16 @@ class BatchPolicy:
     def describe(self) -> str:
         """Return one line for the summary at the start."""
         return "as many as fit"
+
+    def close(self) -> None:
+        """Keep what was learned, where there is a place for it."""
+        if self.store is None or self.costs.steps - self._known < LEAST_NEWS:
+            return
+        path, identity = self.store
+        try:
+            save_costs(path, identity, self.costs, self.lengths)
+        except TreadleError as error:  # it is only a memory: the next start learns again
+            print(f"warning: what was learned about the cost of steps is lost: {error}", file=sys.stderr, flush=True)
 
 
 class DynamicBatchPolicy(BatchPolicy):
@@ -107,7 +123,7 @@ class DynamicBatchPolicy(BatchPolicy):
 
     def describe(self) -> str:
         settings = self.settings
-        parts = [settings.strategy]
+        parts: list[str] = [settings.strategy]
         if settings.max_size is not None:
             parts.append(f"up to {settings.max_size} sequences")
         if settings.max_latency_ms is not None:
@@ -121,16 +137,20 @@ class DynamicBatchPolicy(BatchPolicy):
         most = self.settings.max_size
         if most is None or most >= limits.max_seqs:
             return limits
-        return Limits(most, limits.step_tokens, limits.block_size, limits.chunked)
+        return replace(limits, max_seqs=most)
 
 
 def make_policy(
-    settings: BatchSettings | None, chunked: bool = True, path: Path | None = None, identity: dict[str, str] | None = None
+    settings: BatchSettings | None,
+    chunked: bool = True,
+    path: Path | None = None,
+    identity: dict[str, str] | None = None,
 ) -> BatchPolicy:
     """Return the policy of an engine; None is the plain one.
 
-    `path` is where what is learned was kept (see `cost_store.cost_path`); what does not fit `identity` or is damaged is
-    left out, as `notes` of the policy then say. Raises UserError for settings that contradict the engine's.
+    `path` is where what it learns is kept from one start to the next (see `cost_store.cost_path`); what does not fit
+    `identity` or is damaged is left out, as `notes` of the policy then say. Raises UserError for settings that
+    contradict the engine's.
     """
     if settings is not None and settings.max_latency_ms is not None and not chunked:
         raise UserError(
@@ -139,9 +159,5 @@ def make_policy(
     costs, lengths, note = (None, None, "") if path is None else load_costs(path, identity or {})
     policy = BatchPolicy(costs, lengths) if settings is None else DynamicBatchPolicy(settings, costs, lengths)
     policy.notes = (note,) if note else ()
+    policy.store = None if path is None else (path, identity or {})
     return policy
-
-
-def save_policy(policy: BatchPolicy, path: Path, identity: dict[str, str]) -> None:
-    """Keep what a policy has learned, for the next start. Raises UserError or TreadleError where it cannot be written."""
-    save_costs(path, identity, policy.costs, policy.lengths)

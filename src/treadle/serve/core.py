@@ -16,6 +16,7 @@ from treadle.model.rope import length_dependent_ropes, rope_regime
 from treadle.serve.batch import StepBatch, StepOutput
 from treadle.serve.batching import BatchPolicy
 from treadle.serve.block_tables import BlockTables, prefix_root
+from treadle.serve.cost_model import StepWork
 from treadle.serve.model import Model
 from treadle.serve.request import Delta, FinishReason, Phase, Request, TokenLogprob
 from treadle.serve.runner import Runner
@@ -54,7 +55,7 @@ class Core:
         # Where angles depend on the length, a prefix of a longer sequence holds other keys than a short prompt's own.
         self._reuse = reuse_prefixes and not self._ropes
         self._drafts = 0 if self._ropes else drafts
-        self._policy = policy or BatchPolicy()
+        self.policy = policy or BatchPolicy()
         self._check = check
         self._waiting: list[Request] = []  # both in the order of urgency
         self._running: list[Request] = []
@@ -70,7 +71,10 @@ class Core:
         if self._running or not self._waiting:
             return 0.0
         oldest = min(request.arrived for request in self._waiting)
-        return self._policy.hold(len(self._waiting), time.monotonic() - oldest)
+        hold = self.policy.hold([len(request.tokens) for request in self._waiting], time.monotonic() - oldest)
+        if hold.seconds > 0:
+            self.stats.decision = hold.reason
+        return hold.seconds
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Refuse what cannot be computed as the engine is now. Called from other threads; raises UserError."""
@@ -79,13 +83,14 @@ class Core:
         """Free what the runners hold."""
         for runner in self._runners.values():
             runner.close()
+        self.policy.close()
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         if self._drafts and not request.embeds:
             request.drafter = Drafter(self._drafts)
         bisect.insort(self._waiting, request, key=_order)
-        self._policy.arrived(request.prompt_tokens)
+        self.policy.arrived(request.prompt_tokens)
         self.stats.requests += 1
         self._gauge()
 
@@ -116,16 +121,13 @@ class Core:
         self._gauge()
         computing = time.perf_counter()
         outputs = self._compute(batch)
-        seconds = time.perf_counter() - computing
-        self._policy.observe(
-            tokens=decision.tokens,
-            seqs=len(batch),
-            context=sum(request.computed for request, _ in batch),
-            seconds=seconds,
-        )
+        model_seconds = time.perf_counter() - computing
+        work = sum((_work(request, piece) for request, piece in batch), StepWork())
         for (request, piece), output in zip(batch, outputs, strict=True):
             self._advance(request, piece, output)
-        self._count_step(decision, seconds, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self.policy.observe(work, seconds)
+        self._count_step(decision, model_seconds, seconds)
         if self._check:
             self.tables.check()
 
@@ -135,11 +137,12 @@ class Core:
         """Ask the scheduler until it preempts nothing more; put those that it names back into the queue."""
         while True:
             running = [self._state(request) for request in self._running]
-            budget = self._policy.step_tokens(running, self.limits)
-            limits = replace(self.limits, step_tokens=budget) if budget != self.limits.step_tokens else self.limits
-            decision = decide(State(running, self._candidates(), self.tables.free), limits)
+            state = State(running, self._candidates(), self.tables.free)
+            state, limits, why = self.policy.shape(state, self.limits)
+            decision = decide(state, limits)
             if not decision.preempt:
-                return decision
+                self.stats.budget_tokens, self.stats.budget_seqs = limits.step_tokens, limits.max_seqs
+                return replace(decision, reason=f"{decision.reason}; {why}") if why else decision
             for request in [one for one in self._running if one.number in decision.preempt]:
                 self._preempt(request)
 
@@ -152,7 +155,7 @@ class Core:
         drafts = 0
         if request.drafter is not None and len(request.tokens) - request.computed == 1:
             if not request.drafts:
-                request.drafts = request.drafter.propose(request.tokens, self._policy.token_cost())
+                request.drafts = request.drafter.propose(request.tokens, self.policy.token_cost())
             drafts = min(len(request.drafts), request.max_tokens - request.completion_tokens - 1)
         return SequenceState(
             request.number,
@@ -485,6 +488,16 @@ class Core:
     def _gauge(self) -> None:
         self.stats.running, self.stats.waiting = len(self._running), len(self._waiting)
         self.stats.blocks_held = sum(pool.held for pool in self.tables.pools)
+
+
+def _work(request: Request, piece: Piece) -> StepWork:
+    """Return what computing a piece is, before it is noted as computed."""
+    rows = 0
+    if request.wants_prompt_logprobs:
+        rows = piece.tokens
+    elif request.computed + piece.tokens == len(request.tokens):
+        rows = 1 + piece.drafts
+    return StepWork.of(request.computed, piece.tokens + piece.drafts, rows)
 
 
 def _order(request: Request) -> tuple[float, int]:

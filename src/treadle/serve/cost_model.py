@@ -6,14 +6,14 @@ cache that is read, and for each pair of a token and one that it attends to.
 
 The usual choice would be recursive least squares with forgetting. But a server decodes for minutes between two long
 prompts, and an exponential memory has lost by then what a prompt's token costs, because nothing renewed it. So the
-memory is by size instead: of every class of steps (half an octave of tokens) the last KEEP are kept, and all of them are
-fitted again every few steps, every class with the same weight at most. Errors count relative to the step, since noise
-grows with it, and Huber's weights (Huber 1964), taken within each class so that common steps do not outvote rare ones,
-let a disturbed step (the first ones, which compile; another program's burst) count for little. What five parts cannot
-say, each class adds by itself: the median of measured over fitted corrects what is expected of it. The time that a
-step rarely exceeds is a quantile of the deviations from that, those of the nearest sizes where a class has too few of
-its own, so that one disturbed step does not make a size look bad. As old measurements lose their weight, a size that
-was avoided is tried again.
+memory is by size instead: of every class of steps (half an octave of tokens) the last KEEP are kept, and all of them
+are fitted again every few steps, every class with the same weight at most. Errors count relative to the step, since
+noise grows with it, and Huber's weights (Huber 1964), taken within each class so that common steps do not outvote rare
+ones, let a disturbed step (the first ones, which compile; another program's burst) count for little. What five parts
+cannot say, each class adds by itself: the median of measured over fitted corrects what is expected of it. The time
+that a step rarely exceeds is a quantile of the deviations from that, those of the nearest sizes where a class has too
+few of its own, so that one disturbed step does not make a size look bad. As old measurements lose their weight, a size
+that was avoided is tried again.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from dataclasses import dataclass
 import numpy as np
 
 KEEP = 128  # steps of each size class
-UPPER = 0.97  # share of the steps of a class that take no longer than `upper` says
+UPPER = 0.98  # share of the steps of a class that take no longer than `upper` says
 LIFETIME = 1000.0  # steps after which a measurement counts 1/e where there are newer ones
 LEAST_WEIGHT = 0.05  # in the fit: the only measurements of a size stay, however old
 KNOWN = 0.5  # weight of a class's measurements from which its own median counts
-ENOUGH = 64.0  # weight of the measurements that an upper quantile is taken from, where there are so many
+ENOUGH = 128.0  # weight of the measurements that an upper quantile is taken from, where there are so many
 CLASS_WEIGHT = 16.0  # of all measurements of a class in the fit, at most
 UNKNOWN_MARGIN = 1.5  # over the fit, where no class is known
 READY = 8  # measurements from which the fit is used
-REFIT_EVERY = 16
+REFIT_EVERY = 32  # steps
+SURPRISE, SURPRISED_EVERY = 1.2, 4  # a step that took so much longer than said is learned from sooner
 GROWTH = 2  # a step may hold so many times the tokens of the largest that was measured
 FIRST_TOKENS = 64  # what is allowed before anything was measured
 HUBER = 1.5
-ROUNDS = 4
+ROUNDS = 3
 FEATURES = 5
+SHORTEST, LONGEST = 1e-7, 1e5  # seconds that a step can take
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,12 @@ class CostModel:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Note what a step took. Nonsense (no tokens, no time) is left out."""
-        if work.tokens < 1 or not 0 < seconds < math.inf:
+        if work.tokens < 1 or not SHORTEST <= seconds <= LONGEST:
             return
         self._add(work, seconds)
         self._since_fit += 1
-        if self._since_fit >= min(REFIT_EVERY, max(1, self.steps // 4)):
+        surprised = self._since_fit >= SURPRISED_EVERY and seconds > SURPRISE * self.fit.upper(work)
+        if surprised or self._since_fit >= min(REFIT_EVERY, max(1, self.steps // 8)):
             self.refit()
 
     def refit(self) -> None:
@@ -170,9 +173,9 @@ class CostModel:
             return
         data = np.concatenate([ring.filled for _, ring in rings])
         fresh = np.exp((data[:, 0] - self.steps) / LIFETIME)
-        ends = np.cumsum([ring.count for _, ring in rings])
-        parts = [slice(end - ring.count, end) for end, (_, ring) in zip(ends, rings, strict=True)]
-        weights = _robust_fit(data[:, 2:], data[:, 1], np.maximum(fresh, LEAST_WEIGHT), parts)
+        counts = [ring.count for _, ring in rings]
+        parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
+        weights = _robust_fit(data[:, 2:], data[:, 1], np.maximum(fresh, LEAST_WEIGHT), counts)
         ratios = data[:, 1] / np.maximum(data[:, 2:] @ weights, 1e-12)
         seen_twice = [ring.filled[:, 3].max() for _, ring in rings if ring.count > 1]
         self.fit = Fit(
@@ -204,24 +207,34 @@ class CostModel:
         ring.add((self.steps, seconds, 1.0, work.tokens, work.rows, work.context, work.pairs))
 
 
-def _robust_fit(
-    features: np.ndarray, seconds: np.ndarray, weights: np.ndarray, classes: Sequence[slice]
-) -> np.ndarray:
-    """Return the non-negative weights of the least relative error, by Huber's iterated reweighting in each class."""
-    weights = weights.copy()
-    for part in classes:
-        weights[part] *= min(1.0, CLASS_WEIGHT / weights[part].sum())
+def _robust_fit(features: np.ndarray, seconds: np.ndarray, weights: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Return the non-negative weights of the least relative error, by Huber's iterated reweighting in each class.
+
+    `counts` are the classes' rows, which lie one after the other.
+    """
+    which = np.repeat(np.arange(len(counts)), counts)
+    totals = np.bincount(which, weights)
+    weights = weights * np.minimum(1.0, CLASS_WEIGHT / totals)[which]
     relative = features / seconds[:, None]
-    factors = weights
+    solution = _non_negative(relative, weights)
     for _ in range(ROUNDS):
-        solution = _non_negative(relative, factors)
         error = -np.log(np.maximum(relative @ solution, 1e-9))
-        factors = weights.copy()
-        for part in classes:
-            distance = np.abs(error[part] - np.median(error[part]))
-            scale = max(1.4826 * float(np.median(distance)), 1e-2)
-            factors[part] *= np.minimum(1.0, HUBER * scale / np.maximum(distance, 1e-9))
+        distance = np.abs(error - _medians(error, which, counts)[which])
+        scale = np.maximum(1.4826 * _medians(distance, which, counts), 1e-2)[which]
+        factors = np.minimum(1.0, HUBER * scale / np.maximum(distance, 1e-9))
+        solution = _non_negative(relative, weights * factors)
     return solution
+
+
+def _medians(values: np.ndarray, which: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Return the median of each class, all at once."""
+    starts = np.cumsum(counts) - counts
+    table = np.full((len(counts), max(counts)), np.inf)
+    table[which, np.arange(len(values)) - starts[which]] = values
+    table.sort(1)
+    half = np.asarray(counts)
+    rows = np.arange(len(counts))
+    return (table[rows, (half - 1) // 2] + table[rows, half // 2]) / 2
 
 
 SUBSETS = np.array(list(itertools.product((0.0, 1.0), repeat=FEATURES)))[1:]  # all but the empty one

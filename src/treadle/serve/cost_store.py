@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import treadle
 from treadle.config import UserError
 from treadle.config.files import cache_home, read_json, write_atomically
-from treadle.device.host import cores, processor
-from treadle.serve.cost_model import KEEP, CostModel, StepWork
+from treadle.device.host import accelerators, cores, processor
+from treadle.serve.cost_model import KEEP, LONGEST, SHORTEST, CostModel, StepWork
 from treadle.serve.lengths import CLASSES, LengthHistogram
 
 if TYPE_CHECKING:
@@ -26,21 +25,20 @@ FORMAT = "treadle-step-costs-1"
 MAX_BYTES = 4 << 20
 MAX_SAMPLES = 64 * KEEP
 MAX_COUNT = 1 << 48  # tokens or pairs of one step: anything larger is no measurement
-MAX_SECONDS = 3600.0
 
 
 def cost_identity(model: Model, **more: object) -> dict[str, str]:
-    """Return what the cost of steps depends on: the model's shape, its dtype, the machine, and `more` (settings)."""
+    """Return what the cost of steps depends on: the model's shape and bytes, the machine, and `more` (settings)."""
     device = model.device
     machine = processor() if device.type == "cpu" else _accelerator(device)
     return {
         "model": hashlib.sha256(repr(model.spec).encode()).hexdigest()[:16],
         "dtype": str(model.dtype).removeprefix("torch."),
+        "bytes": str(sum(tensor.nbytes for tensor in model.module.state_dict().values())),
         "machine": machine,
         "system": platform.machine(),
         "cores": str(cores()),
         "threads": str(torch.get_num_threads()),
-        "treadle": treadle.__version__,
         **{name: str(value) for name, value in more.items()},
     }
 
@@ -98,16 +96,20 @@ def _samples(rows: Any) -> list[tuple[StepWork, float]]:
         if not isinstance(row, list) or len(row) != 5 or not all(_within(value, MAX_COUNT) for value in row):
             raise ValueError("a measurement is damaged")
         tokens, counts, seconds = row[0], row[:4], row[4]
-        if not all(isinstance(count, int) for count in counts) or tokens < 1 or not 0 < seconds <= MAX_SECONDS:
+        if not all(isinstance(count, int) for count in counts) or tokens < 1 or not SHORTEST <= seconds <= LONGEST:
             raise ValueError("a measurement is damaged")
         samples.append((StepWork(*counts), float(seconds)))
     return samples
 
 
 def _within(value: Any, most: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= most
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and 0 <= value <= most
 
 
 def _accelerator(device: torch.device) -> str:
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, "name", device.type))
+    for one in accelerators():
+        if one.device == str(device) or one.device == f"{device.type}:{device.index or 0}":
+            return one.name
+    return device.type

@@ -23,6 +23,7 @@ from pydantic import ByteSize, Field
 
 from treadle.config import Settings, TreadleError, parse_settings
 from treadle.serve.assembly import assemble
+from treadle.serve.batching import BatchPolicy, BatchSettings
 from treadle.serve.commands import run_command
 from treadle.serve.core import sentence
 from treadle.serve.interface import EngineInterface, Prepared, Ticket, make_requests
@@ -45,6 +46,7 @@ class EngineSettings(Settings):
     kv_cache_dtype: str = "auto"  # auto (the model's), float32, bf16, fp8, int8, int4
     kv_cache_memory: ByteSize | None = None  # bytes of all blocks, or a text such as 4GiB
     block_size: int = Field(16, ge=1, le=1024)  # tokens of a block
+    batch: BatchSettings | None = None  # steps within a latency bound; None: as many as fit
     num_speculative_tokens: int = Field(0, ge=0, le=64)  # guesses by prompt lookup, checked beside the next token
     deterministic: bool = False  # the same bits whatever else is in the batch or the cache
     seed: int | None = None  # of the requests that have none of their own; None: a fresh one
@@ -124,6 +126,11 @@ class Engine(EngineInterface):
         return self._core.version
 
     @property
+    def policy(self) -> BatchPolicy:
+        """How it batches, and what that has learned."""
+        return self._core.policy
+
+    @property
     def pending(self) -> int:
         """How many requests were handed over but not seen by the engine's thread yet."""
         return len(self._arrivals)
@@ -167,7 +174,8 @@ class Engine(EngineInterface):
         why = "the engine is closed; it takes no more requests"
         try:
             while self._collect():
-                self._core.step()
+                if not self._core.wait_seconds():  # a command does not end the wait for company
+                    self._core.step()
                 self.after_step()
         except TreadleError as error:
             why = str(error)

@@ -44,8 +44,9 @@ class LengthHistogram:
 def candidate_sizes(most: int, unit: int, beside: int = 0, typical: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the sizes in tokens, ascending, that a step may be given; the last is `most`.
 
-    They are multiples of `unit` four to an octave, and `beside` decoding tokens with a prompt of a typical length. That
-    steps come in few sizes keeps what is prepared by size (kernels' plans, captured graphs) few, and each size measured.
+    They are multiples of `unit`, four to an octave, and `beside` decoding tokens with a prompt of a typical length. As
+    steps come in few sizes, what is prepared by size (kernels' plans, captured graphs) is little, and each size gets
+    measured.
     """
     sizes = {most}
     octaves = math.ceil(STEPS_PER_OCTAVE * math.log2(max(2, most)))

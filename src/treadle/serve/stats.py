@@ -27,5 +27,7 @@ class EngineStats:
     model_seconds: float = 0.0  # of them in the model
     last_step_tokens: int = 0
     last_step_seqs: int = 0
+    budget_tokens: int = 0  # that the last step was allowed
+    budget_seqs: int = 0
     decision: str = ""  # the last one's reason
     stepped: float = 0.0  # time.monotonic() after the last step

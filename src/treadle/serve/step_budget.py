@@ -1,4 +1,4 @@
-"""How large the next step may be, which prompts it takes, and whether to wait: pure functions that give their reason."""
+"""How large the next step may be, which prompts it takes, whether to wait: pure functions that give their reason."""
 
 from __future__ import annotations
 
@@ -159,9 +159,7 @@ def _whole(answers: StepWork, chunks: Sequence[Chunk], drafts: int, tokens: int)
     return work
 
 
-def _most_sequences(
-    state: State, limits: Limits, fit: Fit, bound: float | None, answers: StepWork
-) -> tuple[int, str]:
+def _most_sequences(state: State, limits: Limits, fit: Fit, bound: float | None, answers: StepWork) -> tuple[int, str]:
     """Return how many sequences may run at once so that their answers alone stay well within the bound.
 
     Those that run already stay. Where one alone breaks the bound nothing is gained by it, so there is no limit.
@@ -195,15 +193,11 @@ def shape(state: State, limits: Limits, budget: Budget) -> tuple[State, Limits]:
     if len(running) >= limits.max_seqs:
         return State(running, state.waiting, state.free), limits  # nothing is started, unless by preemption
     waits = {one.number for one in state.waiting}
-    waiting = [
-        replace(chunk.sequence, most=chunk.tokens) for chunk in budget.chunks if chunk.sequence.number in waits
-    ]
+    waiting = [replace(chunk.sequence, most=chunk.tokens) for chunk in budget.chunks if chunk.sequence.number in waits]
     return State(running, waiting, state.free), limits
 
 
-def choose_hold(
-    prompts: Sequence[int], oldest_seconds: float, min_size: int, fit: Fit, bound: float | None
-) -> Hold:
+def choose_hold(prompts: Sequence[int], oldest_seconds: float, min_size: int, fit: Fit, bound: float | None) -> Hold:
     """Return how long to wait for more than these prompts (their tokens) before the first step.
 
     `oldest_seconds` is how long the first has waited. It and the step that follows must stay within `bound` seconds.

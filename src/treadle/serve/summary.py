@@ -30,7 +30,9 @@ def engine_summary(engine: Engine) -> list[str]:
         ),
         ("kernels", ", ".join(f"{name}: {preferred_kernel(name)}" for name in SERVED_OPERATORS)),
     ]
-    rows += [("note", note) for note in capacity.notes]
+    if engine.settings.batch is not None:
+        rows.append(("batch", engine.policy.describe()))
+    rows += [("note", note) for note in (*capacity.notes, *engine.policy.notes)]
     return [f"{name:<9} {text}" for name, text in rows]
 
 
