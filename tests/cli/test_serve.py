@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from treadle.cli import main
-from treadle.cli.serve import default_name
+from treadle.serve.launch import default_name
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -74,7 +74,13 @@ def test_it_says_what_it_runs_serves_and_ends_well(tiny_model: Path) -> None:
     words = ("--port", "0", "--max-num-seqs", "3", "--max_model_len=100", "--served-model-name", "a")
     with serving(str(tiny_model), *words, "--served-model-name", "b", "--api-key", "k") as (process, url):
         summary = "".join(process.lines)
-        for fact in ("llama", "float32 on cpu", "100 tokens (the model's: 128)", "3 sequences, 300 tokens", "kernels"):
+        for fact in (
+            "llama",
+            "float32 on cpu",
+            "100 tokens (the model's: 128)",
+            "336 tokens in blocks of 16, up to 3 sequences",
+            "kernels",
+        ):
             assert fact in summary
         client = openai.OpenAI(base_url=url + "/v1", api_key="k", max_retries=0)
         assert [model.id for model in client.models.list()] == ["a", "b"]
@@ -152,8 +158,8 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path, capsys
         (("--port", "0", "--host", "not.a.host.invalid"), "not.a.host.invalid"),
         (("--port", "0", "--host", "192.0.2.1"), "not an address of this machine"),
         (("--port", "0", "--max-model-len", "129"), "context of 128 tokens, it is 129"),
-        (("--port", "0", "--max-num-seqs", "0"), "max-num-seqs"),
-        (("--port", "0", "--served-model-name", ""), "--served-model-name is empty"),
+        (("--port", "0", "--max-num-seqs", "0"), "'max_num_seqs' is 0"),
+        (("--port", "0", "--served-model-name", ""), "served_model_name is empty"),
         (("--port", "0", "--dtype", "int8"), "int8"),
     ],
 )

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.serve.tiny import attention, model_spec
 from treadle.config import TreadleError, UserError
 from treadle.serve.client import SILENCE, EngineClient, EngineOptions
 from treadle.serve.engine import Engine
@@ -28,14 +27,14 @@ def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(folder: Path, model: Model, **options: object) -> EngineClient:
+def start(folder: Path, **options: object) -> EngineClient:
     chosen = EngineOptions(str(folder), "float32", "cpu", SETTINGS, **options)  # pyrefly: ignore[bad-argument-type]
-    return EngineClient(model.tokenizer, model.spec, chosen)
+    return EngineClient(chosen)
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path, model: Model) -> Generator[EngineClient]:
-    with start(folder, model) as client:
+def client(folder: Path) -> Generator[EngineClient]:
+    with start(folder) as client:
         yield client
 
 
@@ -74,10 +73,10 @@ def test_cancelling_reaches_the_process(client: EngineClient) -> None:
     assert client.generate(["a"], max_tokens=1)[0].tokens
 
 
-def test_a_killed_process_is_named_and_nobody_waits(folder: Path, model: Model) -> None:
+def test_a_killed_process_is_named_and_nobody_waits(folder: Path) -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     options = EngineOptions(str(folder), "float32", "cpu", {**SETTINGS, "max_model_len": 128})
-    client = EngineClient(model.tokenizer, model.spec, options, told.put)
+    client = EngineClient(options, told.put)
     deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     (pid,) = client.pids
     os.kill(pid, signal.SIGSTOP)  # so that the requests are surely at hand
@@ -93,12 +92,10 @@ def test_a_killed_process_is_named_and_nobody_waits(folder: Path, model: Model) 
     client.close()
 
 
-def test_a_frozen_process_is_unhealthy_until_it_goes_on(
-    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_process_is_unhealthy_until_it_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treadle.serve.client.PING_EVERY", 0.01)
     monkeypatch.setattr("treadle.serve.client.SILENCE", SILENCE / 20)
-    with start(folder, model) as client:
+    with start(folder) as client:
         (pid,) = client.pids
         assert client.unhealthy == ""
         os.kill(pid, signal.SIGSTOP)
@@ -108,9 +105,9 @@ def test_a_frozen_process_is_unhealthy_until_it_goes_on(
         assert client.generate(["a"], max_tokens=1)[0].tokens
 
 
-def test_two_replicas_answer_alike_and_keep_to_their_prefixes(folder: Path, model: Model) -> None:
+def test_two_replicas_answer_alike_and_keep_to_their_prefixes(folder: Path) -> None:
     prompt = list(range(100, 180))
-    with start(folder, model, replicas=2) as client:
+    with start(folder, replicas=2) as client:
         first = client.generate([prompt], max_tokens=5, temperature=0)
         for _ in range(3):
             client.generate([[7] * 70], max_tokens=5, temperature=0)
@@ -119,14 +116,13 @@ def test_two_replicas_answer_alike_and_keep_to_their_prefixes(folder: Path, mode
         assert sum(psutil.Process(pid).is_running() for pid in client.pids) == 2
 
 
-def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason(tmp_path: Path, model: Model) -> None:
-    spec = model_spec(attention())
+def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="missing"):
-        EngineClient(None, spec, EngineOptions(str(tmp_path / "missing")))
+        EngineClient(EngineOptions(str(tmp_path / "missing")))
 
 
-def test_no_process_is_left(folder: Path, model: Model) -> None:
-    with start(folder, model) as client:
+def test_no_process_is_left(folder: Path) -> None:
+    with start(folder) as client:
         pids = client.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

@@ -1,11 +1,10 @@
-"""`treadle serve`: a model over HTTP, OpenAI's API."""
+"""`treadle serve`: a model over HTTP, with OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -13,83 +12,94 @@ import typer
 from treadle.cli import verb_app
 from treadle.config import UserError
 
-app = verb_app("Serve a model over HTTP (OpenAI's chat and text completions, streaming or not).")
+app = verb_app("Serve a model over HTTP, with OpenAI's and Anthropic's APIs. Flags have vLLM's names where it has one.")
 
 
 @app.command()
 def serve(
-    model: str = typer.Argument(help="A Hugging Face directory, a checkpoint or a GGUF file."),
-    host: str = typer.Option("127.0.0.1", help="The address to listen on; the default is reached from here only."),
-    port: int = typer.Option(8000, help="The port; 0 takes any free one and says which."),
-    api_key: str = typer.Option("", envvar="TREADLE_API_KEY", help="Require this key (Authorization: Bearer KEY)."),
+    ctx: typer.Context,
+    model: str = typer.Argument(None, help="A Hugging Face directory, a checkpoint or a GGUF file."),
+    config: str = typer.Option(None, help="A YAML file with any of these settings; flags win over it."),
+    host: str = typer.Option(None, help="The address to listen on (default 127.0.0.1: reached from here only)."),
+    port: int = typer.Option(None, help="The port (default 8000); 0 takes any free one and says which."),
+    api_key: str = typer.Option(None, envvar="TREADLE_API_KEY", help="Require this key (Authorization: Bearer KEY)."),
+    admin_key: str = typer.Option(
+        None, envvar="TREADLE_ADMIN_KEY", help="Allow changes to the running server (/admin/...) with this key."
+    ),
+    ssl_certfile: str = typer.Option(None, help="Serve https with this certificate (PEM)."),
+    ssl_keyfile: str = typer.Option(None, help="The certificate's key, where it is not in the same file."),
+    allowed_origins: list[str] = typer.Option(
+        [], help="A web page's origin that may call this server (CORS); repeat it for more. None by default."
+    ),
     served_model_name: list[str] = typer.Option(
         [], help="The name that clients ask for (default: the file's or folder's); repeat it for more."
     ),
-    max_num_seqs: int = typer.Option(None, min=1, help="Sequences at once (default: 16, fewer if memory is short)."),
-    max_model_len: int = typer.Option(
-        None,
-        min=1,
-        help="Tokens of the longest sequence with its answer (default: the model's, less if memory is short).",
-    ),
-    max_num_batched_tokens: int = typer.Option(2048, min=1, help="A step starts no prompt beyond this many tokens."),
-    dtype: str = typer.Option("auto", help="auto (the checkpoint's), float32, bfloat16 or float16."),
+    dtype: str = typer.Option(None, help="auto (the checkpoint's), float32, bfloat16 or float16."),
     device: str = typer.Option(None, help="cpu, cuda, ... (default: the accelerator, where there is one)."),
+    max_num_seqs: int = typer.Option(None, help="Sequences at once (default: 16, fewer if memory is short)."),
+    max_model_len: int = typer.Option(
+        None, help="Tokens of the longest sequence with its answer (default: the model's, less if memory is short)."
+    ),
+    max_num_batched_tokens: int = typer.Option(None, help="Tokens that one step computes at most (default 2048)."),
+    kv_cache_dtype: str = typer.Option(None, help="auto (the model's), float32, bf16, fp8, int8 or int4."),
+    kv_cache_memory: str = typer.Option(None, help="Memory of the key-value cache, such as 4GiB (default: what fits)."),
+    block_size: int = typer.Option(None, help="Tokens of a block of the key-value cache (default 16)."),
+    enable_prefix_caching: bool = typer.Option(
+        None,
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Reuse what prompts begin alike with (on).",
+    ),
+    enable_chunked_prefill: bool = typer.Option(
+        None, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Compute long prompts in pieces (on)."
+    ),
+    num_speculative_tokens: int = typer.Option(
+        None, help="Guess so many tokens at most by prompt lookup where it pays (default 0: off)."
+    ),
+    batch: str = typer.Option(
+        None, help='Dynamic batching, as JSON: {"min_size", "max_size", "max_latency_ms", "strategy": "length_aware"}.'
+    ),
+    deterministic: bool = typer.Option(
+        None, "--deterministic", help="The same tokens whatever else is in the batch or the cache; slower."
+    ),
+    check_blocks: bool = typer.Option(None, "--check-blocks", help="Verify the cache's bookkeeping after every step."),
     seed: int = typer.Option(None, help="Makes requests that carry no seed repeatable, in their order."),
-    shutdown_timeout: float = typer.Option(30.0, min=0, help="Seconds that running requests get to finish at the end."),
+    tensor_parallel_size: int = typer.Option(None, "--tensor-parallel-size", "-tp", help="Ranks that share a layer."),
+    pipeline_parallel_size: int = typer.Option(
+        None, "--pipeline-parallel-size", "-pp", help="Stages that share the layers."
+    ),
+    data_parallel_size: int = typer.Option(
+        None,
+        "--data-parallel-size",
+        "-dp",
+        help="Engines, each with the whole model; prompts follow their prefix.",
+    ),
+    nnodes: int = typer.Option(None, help="Machines that the ranks of one engine are spread over."),
+    node_rank: int = typer.Option(None, help="Which of them this is; only node 0 serves, the others join it."),
+    master_addr: str = typer.Option(None, help="Node 0's address."),
+    master_port: int = typer.Option(None, help="A free port of node 0."),
+    tool_call_parser: str = typer.Option(None, help="How the model writes tool calls: auto, hermes, llama3, ..."),
+    reasoning_parser: str = typer.Option(None, help="How the model marks its reasoning: auto, none, ..."),
+    trust_remote_code: bool = typer.Option(None, "--trust-remote-code", help="Accepted; no remote code is ever run."),
+    shutdown_timeout: float = typer.Option(
+        None, help="Seconds that running requests get to finish at the end (default 30)."
+    ),
 ) -> None:
     # Until requests are served there is nothing to finish: being asked to stop is a good end at once.
-    settings = {
-        "max_num_seqs": max_num_seqs,
-        "max_model_len": max_model_len,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "seed": seed,
-    }
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        _serve(model, host, port, api_key, served_model_name, shutdown_timeout, dtype, device, settings)
+        from treadle.serve.launch import serve as run
+        from treadle.serve.settings import read_settings
+
+        given: dict[str, Any] = {name: value for name, value in ctx.params.items() if name != "config"}
+        if batch is not None:
+            given["batch"] = _json("--batch", batch)
+        run(read_settings(config, given))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _serve(
-    model: str,
-    host: str,
-    port: int,
-    api_key: str,
-    served_model_name: list[str],
-    shutdown_timeout: float,
-    dtype: str,
-    device: str | None,
-    settings: dict[str, Any],
-) -> None:
-    """Take the port, then load the model, then serve it until asked to stop."""
-    from treadle.serve.api.server import address_of, is_loopback, open_socket, run_server
-
-    if any(not name.strip() for name in served_model_name):
-        raise UserError("--served-model-name is empty; give the name that clients ask for, or leave it out")
-    opened = open_socket(host, port)
-    if not is_loopback(opened) and not api_key:
-        print(
-            f"warning: {host} is reached from other machines and there is no --api-key: whoever reaches it can use it",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    from treadle.serve.api.app import create_app
-    from treadle.serve.engine import Engine
-    from treadle.serve.model import load
-    from treadle.serve.summary import engine_summary
-
-    names = served_model_name or [default_name(model)]
-    with Engine(load(model, dtype, device), **settings) as engine:
-        for line in engine_summary(engine):
-            print(line, flush=True)
-        ready = [f"Serving {', '.join(names)} at {address_of(opened)} (OpenAI's API below /v1)"]
-        run_server(create_app(engine, names, api_key or None), engine, opened, ready, shutdown_timeout)
-    print("Stopped.", flush=True)
-
-
-def default_name(model: str) -> str:
-    """Return the name that a model is served under: that of its folder or file, without what follows the last dot."""
-    path = Path(os.path.abspath(model))
-    return path.stem if path.suffix == ".gguf" else path.name
+def _json(flag: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{flag} must be JSON, such as '{{\"max_latency_ms\": 50}}': {error}") from error

@@ -21,8 +21,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from treadle.config import TreadleError, UserError
-from treadle.model.spec import ModelSpec
-from treadle.model.tokenizer import Tokenizer
 from treadle.serve import messages
 from treadle.serve.capacity import Capacity
 from treadle.serve.channel import Channel
@@ -78,7 +76,7 @@ class _Process:
         self.ready: Future[messages.Ready] = Future()
         here, there = socket.socketpair()
         command = [sys.executable, "-m", "treadle.serve.engine_process", str(there.fileno())]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=[there.fileno()])
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[there.fileno()])
         there.close()
         self.channel = Channel(here)
         # Sending waits while a frozen process does not read; the server's event loop must not.
@@ -130,19 +128,21 @@ class EngineClient(EngineInterface):
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
-        spec: ModelSpec,
         options: EngineOptions,
         on_failure: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Start the processes and wait until their models are loaded. Raises what the first one failed of."""
+        from treadle.model.families import read_spec
+        from treadle.weights.checkpoint import open_checkpoint
+        from treadle.weights.load import load_tokenizer
+
         self._numbers = itertools.count(1)
         self._sent: dict[int, _Sent] = {}
         self._commands: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._refusing = ""
         self._closing = False
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         threads = 0 if options.replicas == 1 else max(1, (os.cpu_count() or 1) // options.replicas)
         self._replicas = [_Process(index, options, threads) for index in range(options.replicas)]
         for replica in self._replicas:
@@ -150,6 +150,9 @@ class EngineClient(EngineInterface):
                 target=self._receive, args=(replica,), name=f"treadle-from-engine-{replica.index}", daemon=True
             ).start()
         try:
+            # While they load their models, this process reads the tokenizer.
+            spec = read_spec(open_checkpoint(options.model).config)
+            tokenizer = load_tokenizer(options.model, spec.vocabulary)
             ready = [replica.ready.result() for replica in self._replicas]
         except BaseException:
             self._closing = True
@@ -159,7 +162,9 @@ class EngineClient(EngineInterface):
             raise
         self.capacity, self.summary, self._version = ready[0].capacity, ready[0].summary, ready[0].weight_version
         super().__init__(tokenizer, spec, self.capacity.length)
-        threading.Thread(target=self._ping, name="treadle-ping", daemon=True).start()
+        self._ended = threading.Event()
+        self._pinging = threading.Thread(target=self._ping, name="treadle-ping", daemon=True)
+        self._pinging.start()
 
     # --- EngineInterface
 
@@ -172,6 +177,11 @@ class EngineClient(EngineInterface):
         for replica in self._replicas:
             total = _sum(total, replica.stats)
         return total
+
+    @property
+    def closing(self) -> bool:
+        """Whether it was told to end."""
+        return self._closing
 
     @property
     def pids(self) -> list[int]:
@@ -254,6 +264,8 @@ class EngineClient(EngineInterface):
             except subprocess.TimeoutExpired:
                 replica.process.kill()
             replica.end()
+        self._ended.set()
+        self._pinging.join()
         self._fail_all("the engine is closed; it takes no more requests")
 
     # --- within
@@ -290,7 +302,7 @@ class EngineClient(EngineInterface):
             replica.ready.set_exception(TreadleError(f"{why} before its model was loaded"))
             return
         self._fail_all(why)
-        self._on_failure(why)
+        self.on_failure(why)
 
     def _take(self, replica: _Process, message: messages.FromEngine) -> None:
         if isinstance(message, messages.Deltas):
@@ -358,11 +370,9 @@ class EngineClient(EngineInterface):
             done.set_exception(TreadleError(why))
 
     def _ping(self) -> None:
-        pause = threading.Event()
-        while not self._closing and not self._refusing:
+        while not self._ended.wait(PING_EVERY):
             for replica in self._replicas:
                 replica.send(messages.Ping())
-            pause.wait(PING_EVERY)
 
 
 def _sum(a: EngineStats, b: EngineStats) -> EngineStats:

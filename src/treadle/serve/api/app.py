@@ -21,7 +21,7 @@ from treadle.serve.api.metrics import RequestClock, ServerMetrics
 from treadle.serve.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from treadle.serve.api.protocol import Message as ChatMessage
 from treadle.serve.api.responses import ChatShape, CompletionShape, Shape, failed
-from treadle.serve.engine import Engine
+from treadle.serve.interface import EngineInterface
 from treadle.serve.model import token_ids
 from treadle.serve.request import SamplingSettings
 
@@ -33,7 +33,7 @@ PATHS = frozenset("/v1/chat/completions /v1/completions /v1/models /tokenize /de
 class Server:
     """What the routes share."""
 
-    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
+    def __init__(self, engine: EngineInterface, names: Sequence[str]) -> None:
         self.engine, self.names = engine, list(names)
         self.metrics = ServerMetrics(engine)
         self.started = int(time.time())
@@ -166,7 +166,7 @@ class Gate:
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.key.encode())
 
 
-def create_app(engine: Engine, names: Sequence[str], api_key: str | None = None) -> FastAPI:
+def create_app(engine: EngineInterface, names: Sequence[str], api_key: str | None = None) -> FastAPI:
     """Return the application that serves `engine` under `names`. It does not close the engine."""
     server = Server(engine, names)
     app = FastAPI(title="Treadle", docs_url=None, redoc_url=None, openapi_url=None)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from starlette.types import Receive
 
-from treadle.serve.engine import Engine, Ticket
+from treadle.serve.engine import Ticket
+from treadle.serve.interface import EngineInterface
 from treadle.serve.request import Completion, Delta, SamplingSettings
 
 
@@ -32,7 +33,7 @@ class Usage:
 class Exchange:
     """Prompts x choices, numbered as OpenAI does: all choices of the first prompt, then those of the second."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
+    def __init__(self, engine: EngineInterface, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
         """Submit. Raises UserError, TreadleError as Engine.submit does; then none of the prompts runs."""
         self.choices = len(prompts) * settings.n
         self.usage = Usage(prompt_tokens=sum(len(prompt) for prompt in prompts))

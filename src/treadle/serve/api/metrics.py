@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from treadle.serve.engine import Engine
+from treadle.serve.interface import EngineInterface
 from treadle.serve.request import Delta
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -18,7 +18,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 class ServerMetrics:
     """The server's own registry: the engine's counters as they stand, and the times that clients saw."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineInterface) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
         self.responses = Counter(
@@ -61,7 +61,7 @@ class RequestClock:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineInterface) -> None:
         self.engine = engine
 
     def collect(self) -> Iterator[Metric]:

@@ -19,7 +19,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from treadle.config import UserError
-from treadle.serve.engine import Engine
+from treadle.serve.client import EngineClient
+from treadle.serve.interface import EngineInterface
 
 SECONDS_TO_SAY_SO = 2
 
@@ -70,12 +71,16 @@ def is_loopback(opened: socket.socket) -> bool:
 class _Server(uvicorn.Server):
     """Uvicorn, which would end by the signal that stopped it; here that is a good end, with exit code 0."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, ready: Sequence[str], patience: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineInterface, ready: Sequence[str], patience: float) -> None:
         super().__init__(config)
         self.engine, self.ready, self.patience = engine, ready, patience
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if isinstance(self.engine, EngineClient):
+            self.engine.on_failure = self._end_by_failure
+            if self.engine.failure:
+                self._end_by_failure(self.engine.failure)
         for line in self.ready:
             print(line, flush=True)
 
@@ -103,6 +108,11 @@ class _Server(uvicorn.Server):
                 flush=True,
             )
 
+    def _end_by_failure(self, why: str) -> None:
+        """Stop serving once the answers that say why are out."""
+        print(f"The engine has failed: {why}", file=sys.stderr, flush=True)
+        self.should_exit = True
+
     def _end_requests(self, patience: float) -> None:
         """Let requests finish, then end the rest with an error that their clients can read."""
         self.engine.close(patience)
@@ -111,7 +121,7 @@ class _Server(uvicorn.Server):
 
 
 def run_server(
-    app: FastAPI, engine: Engine, opened: socket.socket, ready: Sequence[str], shutdown_timeout: float
+    app: FastAPI, engine: EngineInterface, opened: socket.socket, ready: Sequence[str], shutdown_timeout: float
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then let running requests finish for `shutdown_timeout` seconds.
 

@@ -1,0 +1,54 @@
+"""Starts a server: takes the port, starts the engines, says what runs, serves, and leaves in good order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from treadle.config import TreadleError
+from treadle.serve.settings import ServeSettings
+
+
+def serve(settings: ServeSettings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises UserError for what cannot be served, TreadleError where an engine dies."""
+    from treadle.serve.api.server import address_of, is_loopback, open_socket
+
+    if settings.trust_remote_code:
+        print(
+            "note: --trust-remote-code changes nothing, since no code of a model's repository is ever run",
+            file=sys.stderr,
+            flush=True,
+        )
+    opened = open_socket(settings.host, settings.port)
+    if not is_loopback(opened) and not settings.api_key:
+        print(
+            f"warning: {settings.host} is reached from other machines and there is no --api-key: whoever reaches it "
+            "can use it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    from treadle.serve.api.app import create_app
+    from treadle.serve.api.server import run_server
+    from treadle.serve.client import EngineClient, EngineOptions
+
+    options = EngineOptions(
+        settings.model, settings.dtype, settings.device, settings.engine_settings(), settings.data_parallel_size
+    )
+    names = list(settings.served_model_name) or [default_name(settings.model)]
+    with EngineClient(options) as client:
+        for line in client.summary:
+            print(line, flush=True)
+        ready = [f"Serving {', '.join(names)} at {address_of(opened)} (OpenAI's API below /v1)"]
+        app = create_app(client, names, settings.api_key or None)
+        run_server(app, client, opened, ready, settings.shutdown_timeout)
+        if client.failure and not client.closing:
+            raise TreadleError(f"the server has ended: {client.failure}")
+    print("Stopped.", flush=True)
+
+
+def default_name(model: str) -> str:
+    """Return the name that a model is served under: that of its folder or file, without what follows the last dot."""
+    path = Path(os.path.abspath(model))
+    return path.stem if path.suffix == ".gguf" else path.name
