@@ -106,7 +106,7 @@ def test_nothing_is_left_running(texts: Path, how: signal.Signals) -> None:
     command = [sys.executable, "-m", "treadle", "data", "prepare", str(texts), *options]
     with subprocess.Popen(command, start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}) as process:
         workers: list[psutil.Process] = []
-        while len(workers) < 2 or not (out / "train-00000.tokens").exists():
+        while len(workers) < 2 or not (out / ".preparing" / "train-00000.tokens").exists():
             assert process.poll() is None, "it ended before it could be stopped"
             workers = [
                 child for child in psutil.Process(process.pid).children() if "treadle.data.pool" in child.cmdline()

@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from treadle.config import TreadleError, UserError, parse_settings
-from treadle.data import pool, reading, sources
+from treadle.data import journal, pool, reading, sources
 from treadle.data import prepare as module
 from treadle.data.corpus import Corpus
 from treadle.data.documents import TokenizedBlock, tokenize
@@ -235,10 +235,141 @@ def test_changes_are_noticed(texts: Path, tmp_path: Path, tokenizer: Path) -> No
     report = prepare(settings(texts, out, tokenizer, validation=0.2, overwrite=True))
     assert not report.reused and report.manifest.settings["validation"] == 0.2
     assert prepare(settings(texts, out, tokenizer, validation=0.2, overwrite=True)).reused
-    # A setting that can never work is refused before the corpus that is there is removed.
+    # A setting that can never work is refused at once.
     with pytest.raises(UserError, match="vocabulary_size is 100, below 261"):
         prepare(settings(texts, out, None, train_tokenizer=100, overwrite=True))
     assert prepare(settings(texts, out, tokenizer, validation=0.2)).reused
+
+
+def interrupting(*_: object, **__: object) -> TokenizedBlock:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("what", ["a bad file", "Ctrl-C", "a full disk"])
+def test_a_corpus_stays_until_the_one_that_replaces_it_is_complete(
+    texts: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(module, "SYNC_SECONDS", 0.0)
+    out = tmp_path / "out"
+    prepare(settings(texts, out, tokenizer))
+    (out / "notes.md").write_text("mine")
+    before = contents(out)
+    changed = settings(texts, out, None, train_tokenizer=350, shard_tokens=10_000, overwrite=True, workers=0)
+    with monkeypatch.context() as patch:
+        if what == "a bad file":
+            (texts / "x-damaged.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:-10])
+        elif what == "Ctrl-C":
+            patch.setattr(pool, "tokenize", interrupting)
+        else:
+            patch.setattr(FullDisk, "left", 150_000)
+            patch.setattr(SplitWriter, "_opened", staticmethod(lambda path: FullDisk(io.FileIO(path, "r+b"))))
+        with pytest.raises((TreadleError, KeyboardInterrupt)):
+            prepare(changed)
+    assert {name: data for name, data in contents(out).items() if not name.startswith(".preparing/")} == before
+    Corpus.open(out).verify()
+    if what == "a bad file":
+        (texts / "x-damaged.txt.gz").unlink()
+    # What is there is still found, and what was begun beside it is not forgotten.
+    report = prepare(settings(texts, out, tokenizer))
+    begun = (out / ".preparing").exists()
+    assert report.reused and begun == any("another corpus was begun in" in note for note in report.notes)
+    assert begun == (what != "a bad file")  # which is found while the tokenizer is trained, when nothing is done yet
+    prepare(changed)
+    prepare(settings(texts, tmp_path / "fresh", None, train_tokenizer=350, shard_tokens=10_000))
+    assert contents(out) == contents(tmp_path / "fresh") | {"notes.md": b"mine"}
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Run `work` in a copy of this process and return how that ended."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_killed_at_any_file_operation_the_new_corpus_takes_its_place_later(tmp_path: Path, tokenizer: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(some_text(number, 40))
+    old, new = (settings(texts, tmp_path / "out", tokenizer, shard_tokens=size, workers=0) for size in (500, 700))
+    prepare(old)
+    kept, whole = contents(tmp_path / "out"), tmp_path / "whole"
+    prepare(new.model_copy(update={"out": whole}))
+    states = set()
+    for place in range(1000):
+
+        def killed_there(place: int = place) -> None:
+            count = iter(range(10**6))
+
+            def dying(call: Callable) -> Callable:
+                def then(*given: object, **named: object) -> object:
+                    if next(count) == place:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return call(*given, **named)
+
+                return then
+
+            for name in ("replace", "rename", "unlink", "rmdir"):
+                setattr(os, name, dying(getattr(os, name)))
+            prepare(new.model_copy(update={"overwrite": True}))
+
+        code = in_a_child(killed_there)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        out = {name: data for name, data in contents(tmp_path / "out").items() if not name.startswith(".preparing/")}
+        if "manifest.json" in out:
+            assert out in (kept, contents(whole))
+            states.add("old" if out == kept else "new")
+        else:
+            # Only a complete corpus makes the old one go, and it takes its place whatever is asked for next.
+            states.add("between")
+            with pytest.raises(UserError, match="run the same 'treadle data prepare' again"):
+                Corpus.open(tmp_path / "out")
+            with pytest.raises(UserError, match=r"validation was 0.1 and is now 0.3; add --overwrite"):
+                prepare(new.model_copy(update={"validation": 0.3}))
+        prepare(new.model_copy(update={"overwrite": True}))
+        assert contents(tmp_path / "out") == contents(whole)
+        prepare(old.model_copy(update={"overwrite": True}))
+    assert states == {"old", "between", "new"}
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_an_interrupt_while_the_new_corpus_takes_its_place_loses_neither(
+    texts: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(settings(texts, tmp_path / "out", tokenizer))
+    changed = settings(texts, tmp_path / "out", tokenizer, shard_tokens=10_000, overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "sync_folder", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(changed)
+    monkeypatch.setattr(module, "read_blocks", lambda *_: pytest.fail("it read the sources again"))
+    assert prepare(changed).reused
+    Corpus.open(tmp_path / "out").verify()
+
+
+def test_a_preparation_whose_files_are_lost_says_so(
+    texts: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(module, "SYNC_SECONDS", 0.0)
+    (texts / "x-damaged.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:-10])
+    with pytest.raises(UserError, match="goes on from there"):
+        prepare(settings(texts, tmp_path / "out", tokenizer))
+    (texts / "x-damaged.txt.gz").unlink()
+    last = sorted((tmp_path / "out" / ".preparing").glob("train-*.tokens"))[-1]
+    os.truncate(last, 10)
+    with pytest.raises(UserError, match=rf"cannot go on: {last} is missing or cut short; add --overwrite to start"):
+        prepare(settings(texts, tmp_path / "out", tokenizer))
+    prepare(settings(texts, tmp_path / "out", tokenizer, overwrite=True))
+    Corpus.open(tmp_path / "out").verify()
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
@@ -273,7 +404,7 @@ def test_an_interrupted_preparation_notices_changes_to_what_it_read(
     os.utime(texts / "000.txt", ns=(before, before))
     # Starting again with larger shards leaves no file of the smaller ones.
     shutil.copytree(out, tmp_path / "again")
-    (tmp_path / "again" / "train-00077.tokens").write_bytes(b"left over")
+    (tmp_path / "again" / ".preparing" / "train-00077.tokens").write_bytes(b"left over")
     os.rename(texts / "x-damaged.txt.gz", tmp_path / "aside")
     prepare(settings(texts, tmp_path / "again", tokenizer, shard_tokens=10**6, overwrite=True))
     assert [path.name for path in sorted((tmp_path / "again").glob("train-*"))] == [
@@ -389,7 +520,7 @@ def test_a_full_disk_is_said_and_the_rest_goes_on_later(
     with monkeypatch.context() as patch:
         patch.setattr(FullDisk, "left", room)
         patch.setattr(SplitWriter, "_opened", staticmethod(lambda path: FullDisk(io.FileIO(path, "r+b"))))
-        with pytest.raises(TreadleError, match=r"the disk is full: could not write .*out; free some space") as caught:
+        with pytest.raises(TreadleError, match=r"the disk is full: could not write .*out/.preparing; free") as caught:
             prepare(settings(texts, out, tokenizer))
     assert not isinstance(caught.value, UserError)
     assert ("the same command goes on" in str(caught.value)) == kept == out.exists()

@@ -35,16 +35,16 @@ def given_tokenizer(path: str) -> Tokenizer:
     return Tokenizer.load(place)
 
 
-def corpus_tokenizer(out: Path, given: Tokenizer | None, train: Callable[[], Tokenizer]) -> Tokenizer:
-    """Return the tokenizer, which then lies in the corpus's own folder: the given one, or one trained here."""
+def corpus_tokenizer(folder: Path, given: Tokenizer | None, train: Callable[[], Tokenizer]) -> Tokenizer:
+    """Return the tokenizer, which then lies in `folder` beside the shards: the given one, or one trained here."""
     from treadle.model.tokenizer import Tokenizer
 
-    folder = out / "tokenizer"
-    if not folder.is_dir():
+    place = folder / "tokenizer"
+    if not place.is_dir():
         tokenizer = train() if given is None else given
-        with atomic_folder(folder) as aside:
+        with atomic_folder(place) as aside:
             tokenizer.save(aside)
-    return Tokenizer.load(folder)
+    return Tokenizer.load(place)
 
 
 def sampled_texts(found: list[Source], read: ReadSettings, work: TokenizeSettings, limit: int) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
     report = prepare(PrepareSettings(sources=["texts/"], out="corpus", train_tokenizer=8192))
 
-While it runs, the folder holds `.preparing/` with a journal: up to which place in the sources everything is durable on
-disk, and how long the shards were then. A second run cuts the shards back to that and goes on from that place. The
-output depends on the sources and the settings alone, however many processes worked and however often they were killed.
+While it runs, everything lies in `.preparing/` within the folder, with a journal: up to which place in the sources all
+is durable on disk, and how long the shards were then. A second run cuts the shards back to that and goes on from that
+place. A corpus that is to be replaced stays whole until the new one is complete. The output depends on the sources and
+the settings alone, however many processes worked and however often they were killed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from treadle.config import Settings, TreadleError, UserError
-from treadle.config.files import remove_leftovers, write_atomically
+from treadle.config.files import write_atomically
 from treadle.config.progress import amount_text, progress
 from treadle.data.corpus_tokenizer import corpus_tokenizer, ends, given_tokenizer, safe_cut_of, sampled_texts
 from treadle.data.documents import NAMES_KEPT, Counts, TokenizeSettings, digests_of, threshold
@@ -31,11 +31,12 @@ from treadle.data.journal import (
     begin,
     changed_since,
     damaged,
+    discard,
+    install,
     locked,
     refuse_foreign,
-    remove_corpus,
-    remove_shards,
     sync,
+    tidy,
 )
 from treadle.data.pool import tokenize_blocks
 from treadle.data.reading import Block, ReadSettings, read_blocks
@@ -49,7 +50,7 @@ from treadle.data.shards import (
     read_manifest,
     token_dtype,
 )
-from treadle.data.sources import Source, expand, shown, to_lines
+from treadle.data.sources import Source, expand, shown
 from treadle.data.writer import SplitWriter
 from treadle.device.host import cores
 
@@ -117,20 +118,20 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
     if settings.train_tokenizer is not None:
         from treadle.model.tokenizer_train import check_vocabulary_size
 
-        # Before anything that --overwrite would replace is removed.
         check_vocabulary_size(settings.train_tokenizer)
     decisive = _decisive(settings, given)
+    if (out / PREPARING / MANIFEST).is_file():
+        with locked(out):
+            install(out)  # a process was killed when all but this was done
     if (out / MANIFEST).is_file():
         manifest = read_manifest(out)
         changed = changed_since(out, manifest.settings, decisive, found, whole=True) or damaged(
             out, manifest, thoroughly=settings.overwrite
         )
         if changed is None:
-            _clean(out)
-            return _report(out, manifest, 0.0, reused=True)
+            return _report(out, manifest, 0.0, reused=True, beside=tidy(out, decisive))
         if not settings.overwrite:
             raise UserError(f"{out} is there, but {changed}; add --overwrite to make it again")
-        remove_corpus(out)
     created = not out.exists()
     with locked(out):
         journal = begin(out, decisive, found, settings.overwrite)
@@ -138,10 +139,13 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
             manifest, seconds = _run(settings, given, found, journal)
         except BaseException as error:
             # What took long is kept for the next run: what the journal tells of, and a tokenizer trained here.
-            trained = settings.train_tokenizer is not None and (out / "tokenizer").is_dir()
-            kept = (out / JOURNAL).is_file() or (trained and not isinstance(error, UserError))
+            work = out / PREPARING
+            trained = settings.train_tokenizer is not None and (work / "tokenizer").is_dir()
+            # And a corpus that is complete, of which a part may have its place already.
+            complete = (work / MANIFEST).is_file()
+            kept = complete or (out / JOURNAL).is_file() or (trained and not isinstance(error, UserError))
             if not kept:
-                remove_corpus(out, folder_too=created)
+                discard(out, folder_too=created)
             if isinstance(error, TreadleError) and kept:
                 way_out = "what was done is kept, and the same command goes on from there"
                 raise type(error)(f"{error} ({way_out})") from error
@@ -158,7 +162,7 @@ def _decisive(settings: PrepareSettings, given: Tokenizer | None) -> dict[str, A
 def _run(
     settings: PrepareSettings, given: Tokenizer | None, found: list[Source], journal: Journal
 ) -> tuple[Manifest, float]:
-    out = settings.out
+    work_folder = settings.out / PREPARING
     read = ReadSettings(**{key: getattr(settings, key) for key in ReadSettings.model_fields})
     work = TokenizeSettings(**{key: getattr(settings, key) for key in ("text_field", "validation", *POLICIES)})
     if journal.validation is None:
@@ -172,24 +176,25 @@ def _run(
         assert settings.train_tokenizer is not None
         return Tokenizer.train(sampled_texts(found, read, work, settings.tokenizer_bytes), settings.train_tokenizer)
 
-    tokenizer = corpus_tokenizer(out, given, train)
+    tokenizer = corpus_tokenizer(work_folder, given, train)
     bos_id, eos_id = ends(tokenizer, settings.bos, settings.eos)
     dtype = token_dtype(tokenizer.vocabulary_size)
     writers = {
-        split: SplitWriter(out, split, dtype, settings.shard_tokens, journal.splits.get(split)) for split in SPLITS
+        split: SplitWriter(work_folder, split, dtype, settings.shard_tokens, journal.splits.get(split))
+        for split in SPLITS
     }
     work = work.model_copy(update={"bos_id": bos_id, "eos_id": eos_id})
     try:
         journal = _tokenize(settings, found, journal, writers, read, work, tokenizer)
         if not any(writer.tokens or writer.closed for writer in writers.values()):
-            (out / JOURNAL).unlink(missing_ok=True)
+            (settings.out / JOURNAL).unlink(missing_ok=True)
             raise _empty(settings, found, journal)
         records = {split: writer.finish() for split, writer in writers.items()}
     finally:
         for writer in writers.values():
             writer.abandon()
     if not records["train"].tokens:
-        (out / JOURNAL).unlink(missing_ok=True)
+        (settings.out / JOURNAL).unlink(missing_ok=True)
         raise UserError(
             f"every document fell to validation, none is left to train on; lower --validation (now "
             f"{settings.validation})"
@@ -220,7 +225,7 @@ def _tokenize(
     sizes = [source.bytes for source in found]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     blocks = read_blocks(found, read, journal.cursor, safe_cut_of(tokenizer))
-    tokenized = tokenize_blocks(blocks, settings.out / "tokenizer", work, _workers(settings, total))
+    tokenized = tokenize_blocks(blocks, settings.out / PREPARING / "tokenizer", work, _workers(settings, total))
     synced = started = time.monotonic()
     before, at = journal.seconds, journal.position
     settled = False  # the journal's place and what the writers hold belong together, and are not saved yet
@@ -316,20 +321,10 @@ def _finish(
             "names": counts.names | ({"binary_files": journal.skipped_names} if journal.skipped else {}),
         },
     )
-    written = {file.name for split in records.values() for shard in split.shards for file in shard.files.values()}
-    remove_shards(out, but=written)  # an interrupted run may have got further, from sources that have changed since
-    write_atomically(out / "sources.jsonl", to_lines(found))
     # The manifest is what makes it a corpus: it comes last.
-    write_atomically(out / MANIFEST, json.dumps(manifest.model_dump(mode="json"), indent=1).encode())
-    _clean(out)
+    write_atomically(out / PREPARING / MANIFEST, json.dumps(manifest.model_dump(mode="json"), indent=1).encode())
+    install(out)
     return manifest
-
-
-def _clean(out: Path) -> None:
-    """Remove what a finished preparation needs no more; a killed one may have left it."""
-    if (out / PREPARING).exists():
-        shutil.rmtree(out / PREPARING, ignore_errors=True)
-        remove_leftovers(out)
 
 
 def counted(number: int, noun: str) -> str:
@@ -337,7 +332,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _report(folder: Path, manifest: Manifest, seconds: float, reused: bool) -> PreparedReport:
+def _report(folder: Path, manifest: Manifest, seconds: float, reused: bool, beside: str = "") -> PreparedReport:
     met = Counts.model_validate({key: manifest.report.get(key, 0) for key in Counts.model_fields if key != "names"})
     names: Any = manifest.report.get("names") or {}
     binary: Any = manifest.report.get("binary_files") or 0
@@ -365,6 +360,7 @@ def _report(folder: Path, manifest: Manifest, seconds: float, reused: bool) -> P
             "one document cannot be divided, so none is held out: cut it into many with --document-bytes 65536",
         ),
         (manifest.tokenizer.eos_id is None, "the tokenizer has no EOS token, so documents end without one"),
+        (beside, beside),
     ]
     return PreparedReport(
         folder=folder, manifest=manifest, seconds=seconds, reused=reused, notes=[text for count, text in notes if count]
