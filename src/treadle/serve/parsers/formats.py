@@ -29,6 +29,10 @@ class ToolFormat(Protocol):
         """Return the calls that come next. Raises Malformed."""
         ...
 
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of calls as the model would write it."""
+        ...
+
     def grammar(self, tools: Sequence[Tool], required: bool, parallel: bool, tokenizer: Tokenizer) -> Grammars:
         """Return the grammar of answers that call `tools`: once, or with `parallel` several times.
 
@@ -60,6 +64,10 @@ class Hermes:
         if character is not None:
             source.back(seen + character)
         return [call]
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        begin, end = self.markers
+        return "\n".join(f"{begin}\n{_object(call, 'arguments')}\n{end}" for call in calls)
 
     def grammar(self, tools: Sequence[Tool], required: bool, parallel: bool, tokenizer: Tokenizer) -> Grammars:
         begin, end = (marker(one, tokenizer) for one in self.markers)
@@ -95,6 +103,9 @@ class Llama3:
             calls.append(call_of((yield from source.json_value(following)), names))
         source.back(character or "")
         return calls
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "; ".join(_object(call, "parameters") for call in calls)
 
     def grammar(self, tools: Sequence[Tool], required: bool, parallel: bool, tokenizer: Tokenizer) -> Grammars:
         lark = f"call: {_objects(tools, 'parameters')}\n"
@@ -151,6 +162,9 @@ class Mistral:
             tag += character
         return tag
 
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return f"{self.markers[0]}[{', '.join(_object(call, 'arguments') for call in calls)}]"
+
     def grammar(self, tools: Sequence[Tool], required: bool, parallel: bool, tokenizer: Tokenizer) -> Grammars:
         begin = marker(self.markers[0], tokenizer)
         if tokenizer.token_to_id("[ARGS]") is not None:
@@ -194,6 +208,10 @@ class Json:
             yield from source.literal("```")
         return calls
 
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        written = ", ".join(_object(call, "arguments") for call in calls)
+        return written if len(calls) == 1 else f"[{written}]"
+
     def grammar(self, tools: Sequence[Tool], required: bool, parallel: bool, tokenizer: Tokenizer) -> Grammars:
         lark = f"call: {_objects(tools, 'arguments')}\n"
         lark += 'calls: call | "[" call (", " call)* "]"\n' if parallel else "calls: call\n"
@@ -203,6 +221,10 @@ class Json:
 
 # Text that cannot be taken for a call without a marker.
 _NO_CALL = r"/\s*[^\s{\[`<](?s:.*)/"
+
+
+def _object(call: ToolCall, key: str) -> str:
+    return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{key}": {call.arguments}}}'
 
 
 def _objects(tools: Sequence[Tool], key: str) -> str:
