@@ -173,8 +173,7 @@ def test_logprobs(served: Served, client: openai.OpenAI, model: Model, tokenizer
         ({"messages": HELLO, "top_p": 0}, "top_p", ["top_p"]),
         ({"messages": HELLO, "n": 0}, "n", ["n"]),
         ({"messages": HELLO, "temprature": 0}, "temprature", ["did you mean 'temperature'"]),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", ["tools", "not supported"]),
-        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", ["response_format"]),
+        ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions", ["functions", "not supported"]),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", ["logprobs=true"]),
         ({"messages": HELLO, "stream_options": {"include_usage": True}}, None, ["stream=true"]),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", ["role"]),
@@ -371,7 +370,7 @@ def test_an_engine_that_failed_is_not_healthy(model: Model, monkeypatch: pytest.
 
 
 def test_too_many_waiting_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.serve.api.app.MAX_WAITING", 3)
+    monkeypatch.setattr("treadle.serve.api.service.MAX_WAITING", 3)
     assert "4 answers in one request; at most 3" in served.error("/v1/completions", 400, prompt="x", n=4)["message"]
     monkeypatch.setattr(served.engine.stats, "waiting", 2)
     answer = served.http.post("/v1/completions", json={"prompt": "x", "n": 2})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,8 +88,18 @@ class ChatFormat:
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> list[int]:
-        """Return the ids of a chat in OpenAI's form, with `arguments` as objects. Raises UserError."""
+        """Return the ids of a chat in OpenAI's form, with `arguments` as objects.
+
+        With `continue_final` the last message, which must be the assistant's, is left open for more. Raises UserError.
+        """
+        if continue_final:
+            if len(messages) < 2 or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+                raise UserError("only a last message of the assistant, behind another one, can be continued")
+            before = self.encode(messages[:-1], tools, True, variables)
+            begun = str(messages[-1].get("content") or "")
+            return before + self.tokenizer.encode(begun, special_tokens=False, parse_special=False)
         shown = [dict(message) for message in messages]
         if self.tools.name == "mistral":
             _shorten_ids(shown)
@@ -147,8 +158,10 @@ class ChatFormat:
             return Opening(None)
         return Opening(self.reasoning, tail.endswith(self.reasoning.start))
 
-    def parser(self, opening: Opening, tools: Sequence[str] | None) -> AnswerParser:
-        """Return a parser for one answer; `tools` are the names of those that it may call, None where it may not."""
+    def parser(self, opening: Opening, tools: Sequence[str]) -> AnswerParser | None:
+        """Return a parser for one answer that may call `tools`, by name; None where all of it is text."""
+        if not tools and opening.reasoning is None:
+            return None
         return AnswerParser(self.tools if tools else None, tools, opening.reasoning, opening.open)
 
     def shown_tokens(self, opening: Opening, tools: bool) -> tuple[int, ...]:
@@ -159,9 +172,9 @@ class ChatFormat:
         ids = (self.tokenizer.token_to_id(one) for one in markers)
         return tuple(index for index in ids if index is not None and index in self.tokenizer.special_ids)
 
-    def new_call_id(self, prefix: str = "call_", seed: str = "") -> str:
-        """Return the name of a call, of the kind that the model's template takes."""
-        digits = hashlib.sha256(seed.encode()).hexdigest()
+    def new_call_id(self, prefix: str = "call_") -> str:
+        """Return a new name for a call, of the kind that the model's template takes."""
+        digits = uuid.uuid4().hex
         return digits[:9] if self.tools.name == "mistral" else prefix + digits[:24]
 
 

@@ -26,20 +26,26 @@ def llguidance_grammar(grammar: Grammar, tokenizer: Tokenizer) -> str:
         raise ValueError("it is nested too deeply") from None
 
 
-def tools_text(tools: Sequence[Tool], form: str, required: bool, parallel: bool) -> str:
+def tools_text(tools: Sequence[Tool], form: str, required: bool, parallel: bool, text: Grammar | None = None) -> str:
     """Return the text of a grammar of kind "tools": answers that call one or (`parallel`) several of `tools`.
 
-    `form` is the name of a ToolFormat. Without `required` an answer may also be text.
+    `form` names a ToolFormat. Without `required` an answer may also be text, that of a grammar if one is given.
     """
     listed = [{"name": one.name, "parameters": one.parameters, "strict": one.strict} for one in tools]
-    return json.dumps({"tools": listed, "format": form, "required": required, "parallel": parallel})
+    other = None if text is None else {"kind": text.kind, "text": text.text}
+    return json.dumps({"tools": listed, "format": form, "required": required, "parallel": parallel, "other": other})
 
 
 def _tools(given: Any, tokenizer: Tokenizer) -> Grammars:
     tools = [Tool(**one) for one in given["tools"]]
     for tool in tools:
         check_schema(tool.parameters)
-    return FORMATS[given["format"]].grammar(tools, given["required"], given["parallel"], tokenizer)
+    form, other = FORMATS[given["format"]], given["other"]
+    if other is None:
+        return form.grammar(tools, given["required"], given["parallel"], tokenizer)
+    calls, text = form.grammar(tools, True, given["parallel"], tokenizer), _grammars(Grammar(**other), tokenizer)
+    top = {"lark_grammar": "start: @calls | @text"}
+    return [top, {**calls[0], "name": "calls"}, *calls[1:], {**text[0], "name": "text"}, *text[1:]]
 
 
 def _grammars(grammar: Grammar, tokenizer: Tokenizer) -> Grammars:

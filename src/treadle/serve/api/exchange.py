@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 
 from starlette.types import Receive
 
-from treadle.serve.engine import Ticket
-from treadle.serve.interface import EngineInterface
+from treadle.serve.interface import EngineInterface, Ticket
 from treadle.serve.request import Completion, Delta, SamplingSettings
 
 
 @dataclass
 class Usage:
-    """The tokens that an exchange took, as OpenAI reports them."""
+    """The tokens that an exchange took."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def body(self) -> dict[str, object]:
+        """Return them as OpenAI's chats and completions report them."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -54,11 +54,19 @@ class Exchange:
 
         return deliver
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield each delta; the last of each choice has a finish reason."""
+    async def deltas(self, patience: float | None = None) -> AsyncIterator[Delta | None]:
+        """Yield each delta; the last of each choice has a finish reason.
+
+        Where nothing came for `patience` seconds, None is yielded.
+        """
         left = self.choices
         while left:
-            delta = await self._arrived.get()
+            try:
+                async with asyncio.timeout(patience):
+                    delta = await self._arrived.get()
+            except TimeoutError:
+                yield None
+                continue
             self.usage.completion_tokens += len(delta.tokens)
             if delta.finish_reason is not None:
                 left -= 1
@@ -70,6 +78,7 @@ class Exchange:
         """Return every choice once all have ended; `see` is shown each delta."""
         found = [Completion() for _ in range(self.choices)]
         async for delta in self.deltas():
+            assert delta is not None
             see(delta)
             found[delta.index].add(delta)
         return found

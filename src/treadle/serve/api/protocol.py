@@ -1,30 +1,33 @@
-"""The requests: OpenAI's fields and vLLM's additions. What is not understood is refused by name, never ignored."""
+"""What the requests of OpenAI's shape have in common. What is not understood is refused by name, never ignored."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import Request
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import from_json
 
 from treadle.config import Settings, UserError, parse_settings
 from treadle.serve.api.errors import ApiError
-from treadle.serve.request import MAX_LOGPROBS, SamplingFields, SamplingSettings
+from treadle.serve.request import MAX_LOGPROBS, Grammar, SamplingFields, SamplingSettings
 
-MAX_BODY_BYTES = 32 << 20
-MAX_PROMPTS = 256
+MAX_BODY_BYTES = 8 << 20
+LARGE_BODY_BYTES = 1 << 16  # larger ones are read in another thread, so that streams are not held up
 
 # Bookkeeping of the client: it changes nothing about the answer.
 HARMLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "parallel_tool_calls".split()
+    "prompt_cache_options".split()
 )
 # Fields that this server does not have, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -35,22 +38,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
-    "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "prompt_logprobs": (),
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "documents": ([],),
     "lora_request": (),
 }
@@ -61,27 +56,31 @@ class StreamOptions(Settings):
     include_obfuscation: bool = False  # padding against traffic analysis: accepted, never sent
 
 
-class TextPart(Settings):
-    type: Literal["text"]
-    text: str
+class StructuredOutputs(Settings):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    model_config = ConfigDict(validate_by_alias=True)
+
+    schema_: Mapping[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
 
 
-class Message(Settings):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
+class Generation(SamplingFields):
+    """The fields of chats and completions."""
 
-    def plain(self) -> dict[str, str]:
-        """Return the message as chat templates take it; they know `developer` under its older name `system`."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
-
-
-class _Generation(SamplingFields):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    cache_salt: str = Field("", max_length=256)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Mapping[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -95,83 +94,52 @@ class _Generation(SamplingFields):
 
     def sampling(self, **changes: Any) -> SamplingSettings:
         given = {key: getattr(self, key) for key in SamplingFields.model_fields if key in self.model_fields_set}
-        return SamplingSettings.of(**{**given, **changes})
+        extra = {"prompt_logprobs": self.prompt_logprobs, "cache_salt": self.cache_salt, "grammar": self.grammar()}
+        return SamplingSettings.of(**{**given, **extra, **changes})
+
+    def grammar(self) -> Grammar | None:
+        """Return what the answer must look like. Raises ApiError where two things are asked for."""
+        found = {name: value for name, value in self._grammars().items() if value is not None}
+        if len(found) > 1:
+            names = " and ".join(found)
+            raise ApiError(400, f"{names} both say what the answer must look like; give one of them", next(iter(found)))
+        return next(iter(found.values()), None)
+
+    def _grammars(self) -> dict[str, Grammar | None]:
+        """Return by the names of the fields what each asks for."""
+        one = self.structured_outputs or StructuredOutputs()
+        return {
+            "structured_outputs.json": schema_grammar(one.schema_),
+            "structured_outputs.regex": text_grammar("regex", one.regex),
+            "structured_outputs.choice": choice_grammar(one.choice),
+            "structured_outputs.grammar": text_grammar("grammar", one.grammar),
+            "structured_outputs.json_object": Grammar(kind="json_object") if one.json_object else None,
+            "guided_json": schema_grammar(self.guided_json),
+            "guided_regex": text_grammar("regex", self.guided_regex),
+            "guided_choice": choice_grammar(self.guided_choice),
+            "guided_grammar": text_grammar("grammar", self.guided_grammar),
+        }
 
 
-class ChatBody(_Generation):
-    """POST /v1/chat/completions."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict, max_length=64)
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _template_variables(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        taken = {"tokenizer", "messages", "tools", "add_generation_prompt"} & set(value)
-        if taken:
-            raise ValueError(f"{', '.join(sorted(taken))} cannot be set here")
-        return value
-
-    def settings(self) -> SamplingSettings:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
-            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
-        changes: dict[str, Any] = {}
-        if self.max_completion_tokens is not None:
-            changes["max_tokens"] = self.max_completion_tokens
-        if self.logprobs:
-            changes["logprobs"] = self.top_logprobs or 0
-        return self.sampling(**changes)
+def schema_grammar(schema: Mapping[str, Any] | bool | str | None) -> Grammar | None:
+    """Return the grammar of a JSON schema, which vLLM also takes as text."""
+    if schema is None:
+        return None
+    return text_grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
 
-class CompletionBody(_Generation):
-    """POST /v1/completions."""
-
-    prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-
-    @field_validator("prompt")
-    @classmethod
-    def _some(cls, value: Any) -> Any:
-        if not value:
-            raise ValueError("the prompt is empty; give at least one token")
-        return value
-
-    def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyrefly: ignore
-        if len(self.prompt) > MAX_PROMPTS:
-            raise ApiError(400, f"{len(self.prompt)} prompts in one request; at most {MAX_PROMPTS}", "prompt")
-        return list(self.prompt)  # pyrefly: ignore
-
-    def settings(self) -> SamplingSettings:
-        """Completions end after 16 tokens unless told otherwise, as OpenAI's do."""
-        return self.sampling(max_tokens=self.max_tokens or 16, logprobs=self.logprobs)
+def choice_grammar(choices: list[str] | None) -> Grammar | None:
+    return None if choices is None else text_grammar("choice", json.dumps(choices))
 
 
-class TokenizeBody(Settings):
-    """POST /tokenize: a text, or messages as the chat template renders them."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+def text_grammar(
+    kind: Literal["json_schema", "regex", "grammar", "choice", "tools"], text: str | None
+) -> Grammar | None:
+    """Return the grammar of that text. Raises UserError where it is too long."""
+    return None if text is None else parse_settings(Grammar, {"kind": kind, "text": text}, source="the grammar")
 
 
-class DetokenizeBody(Settings):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: list[int]
-
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 B = TypeVar("B", bound=Settings)
 
@@ -180,25 +148,50 @@ async def read_body(request: Request, kind: type[B]) -> B:
     """Return the request's JSON body as `kind`. Raises ApiError naming the field that is wrong or not supported."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON; send the header Content-Type: application/json")
+    limit: int = request.app.state.max_body_bytes
+    too_large = ApiError(413, f"the body is larger than the {limit} bytes that this server takes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
     content = bytearray()
     async for piece in request.stream():
         content += piece
-        if len(content) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+        if len(content) > limit:
+            raise too_large
+    if len(content) > LARGE_BODY_BYTES:
+        return await asyncio.to_thread(_parse, bytes(content), kind)
+    return _parse(bytes(content), kind)
+
+
+def _parse(content: bytes, kind: type[B]) -> B:
     try:
-        tree = from_json(bytes(content), allow_inf_nan=False)
+        tree = from_json(content, allow_inf_nan=False)
     except ValueError as error:
+        if "surrogate" in str(error) or _has_lone_surrogates(content):
+            raise ApiError(
+                400,
+                f"the body spells half a character, a lone surrogate such as \\ud800 ({error}); send whole characters",
+            ) from error
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(tree, dict):
         raise ApiError(400, "the body must be a JSON object")
     return parse_body(tree, kind)
 
 
+def _has_lone_surrogates(content: bytes) -> bool:
+    """Whether the body is valid JSON but for a \\ud800 without its other half."""
+    try:
+        text = json.dumps(json.loads(content), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return False
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def parse_body(tree: Mapping[str, Any], kind: type[B]) -> B:
     """Return a decoded body as `kind`; null means absent. Raises ApiError."""
     fields = {}
     for key, value in tree.items():
-        if value is None or key in HARMLESS:
+        if value is None or (key in HARMLESS and key not in kind.model_fields):
             continue
         if key in UNSUPPORTED and key not in kind.model_fields:
             if value in UNSUPPORTED[key]:
