@@ -39,11 +39,23 @@ class Opening:
     open: bool = False  # the prompt ends within the reasoning
 
 
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """Raise UserError for a parser that there is not."""
+    for what, name, known in (
+        ("tool call", tool_parser, TOOL_PARSERS),
+        ("reasoning", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name != "auto" and name not in known:
+            hint = nearest(name, known) or f"; there are {', '.join(['auto', *known])}"
+            raise UserError(f"unknown {what} parser '{name}'{hint}")
+
+
 class ChatFormat:
     """What is known of one model's chats. Immutable."""
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
         """The parsers are names of TOOL_PARSERS and REASONING_PARSERS. Raises UserError for other names."""
+        check_parsers(tool_parser, reasoning_parser)
         self.tokenizer = tokenizer
         self.takes_system = self._says([{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}])
         self.takes_tools = self._says([{"role": "user", "content": "x"}], [_TOOL])
@@ -78,6 +90,8 @@ class ChatFormat:
 
     def notes(self) -> list[str]:
         """Return what a start-up summary should say of chats."""
+        if self.tokenizer.chat_template is None:
+            return ["none, the model has no chat template: only completions"]
         how = "" if self.takes_tools else " (its template takes no tools: they are put into the system message)"
         reasoning = "none" if self.reasoning is None else f"{self.reasoning.start}...{self.reasoning.end}"
         return [f"tool calls {self.tools.name}{how}, reasoning {reasoning}"]
@@ -203,9 +217,6 @@ def _write_arguments(messages: list[Json]) -> None:
 
 def _tool_format(tokenizer: Tokenizer, name: str, takes_tools: bool) -> ToolFormat:
     if name != "auto":
-        if name not in TOOL_PARSERS:
-            known = ", ".join(["auto", *TOOL_PARSERS])
-            raise UserError(f"unknown tool call parser '{name}'{nearest(name, TOOL_PARSERS) or f'; there are {known}'}")
         return FORMATS[TOOL_PARSERS[name]]
     template = _templates(tokenizer)
     if "<tool_call>" in template:
@@ -221,11 +232,6 @@ def _tool_format(tokenizer: Tokenizer, name: str, takes_tools: bool) -> ToolForm
 
 def _reasoning(tokenizer: Tokenizer, name: str) -> Reasoning | None:
     if name != "auto":
-        if name not in REASONING_PARSERS:
-            known = ", ".join(["auto", *REASONING_PARSERS])
-            raise UserError(
-                f"unknown reasoning parser '{name}'{nearest(name, REASONING_PARSERS) or f'; there are {known}'}"
-            )
         return REASONING_PARSERS[name]
     template = _templates(tokenizer)
     for one in (THINK, BRACKETS):

@@ -12,7 +12,8 @@ from treadle.serve.settings import ServeSettings
 
 def serve(settings: ServeSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises UserError for what cannot be served, TreadleError where an engine dies."""
-    from treadle.serve.api.server import address_of, is_loopback, open_socket
+    from treadle.serve.api.server import address_of, check_certificate, is_loopback, open_socket
+    from treadle.serve.chat_format import check_parsers
 
     if settings.trust_remote_code:
         print(
@@ -20,6 +21,8 @@ def serve(settings: ServeSettings) -> None:
             file=sys.stderr,
             flush=True,
         )
+    check_parsers(settings.tool_call_parser, settings.reasoning_parser)
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     opened = open_socket(settings.host, settings.port)
     if not is_loopback(opened) and not settings.api_key:
         print(
@@ -38,11 +41,22 @@ def serve(settings: ServeSettings) -> None:
     )
     names = list(settings.served_model_name) or [default_name(settings.model)]
     with EngineClient(options) as client:
+        app = create_app(
+            client,
+            names,
+            settings.api_key or None,
+            allowed_origins=settings.allowed_origins,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
         for line in client.summary:
             print(line, flush=True)
-        ready = [f"Serving {', '.join(names)} at {address_of(opened)} (OpenAI's API below /v1)"]
-        app = create_app(client, names, settings.api_key or None)
-        run_server(app, client, opened, ready, settings.shutdown_timeout)
+        if app.state.service.chats is not None:
+            for note in app.state.service.chats.notes():
+                print(f"{'chats':<9} {note}", flush=True)
+        address = address_of(opened, tls=settings.ssl_certfile is not None)
+        ready = [f"Serving {', '.join(names)} at {address} (OpenAI's and Anthropic's APIs below /v1)"]
+        run_server(app, client, opened, ready, settings.shutdown_timeout, settings.ssl_certfile, settings.ssl_keyfile)
         if client.failure and not client.closing:
             raise TreadleError(f"the server has ended: {client.failure}")
     print("Stopped.", flush=True)

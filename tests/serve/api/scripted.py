@@ -16,7 +16,8 @@ class ScriptedEngine(EngineInterface):
     """Answers every prompt with `pieces`; `asked` is what it was given."""
 
     stats = EngineStats()  # pyrefly: ignore
-    failure = unhealthy = ""  # pyrefly: ignore
+    failure = unhealthy = weight_version = ""  # pyrefly: ignore
+    pending = 0  # pyrefly: ignore
 
     def __init__(
         self,

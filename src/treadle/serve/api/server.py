@@ -8,8 +8,10 @@ import errno
 import ipaddress
 import logging
 import math
+import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Generator, Sequence
@@ -57,10 +59,28 @@ def _why_not(host: str, port: int, error: OSError) -> str:
     return f"port {port} of {host} cannot be opened: {error.strerror}; choose another with --port"
 
 
-def address_of(opened: socket.socket) -> str:
-    """Return the http:// address of a bound socket."""
+def address_of(opened: socket.socket, tls: bool = False) -> str:
+    """Return the http:// or https:// address of a bound socket."""
     host, port = opened.getsockname()[:2]
-    return f"http://[{host}]:{port}" if opened.family == socket.AF_INET6 else f"http://{host}:{port}"
+    shown = f"[{host}]" if opened.family == socket.AF_INET6 else host
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
+
+
+def check_certificate(certificate: str | None, key: str | None) -> None:
+    """Raise UserError where a server could not speak TLS with these PEM files. Without a certificate it need not."""
+    if certificate is None:
+        return
+    for file in (certificate, key):
+        if file is not None and not os.path.isfile(file):
+            raise UserError(f"{file} is not a file; --ssl-certfile and --ssl-keyfile take PEM files")
+    try:
+        # A key that is locked would make OpenSSL ask on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except (ssl.SSLError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"{certificate} and its key cannot be used for TLS ({reason}); give a PEM pair that fits"
+        ) from error
 
 
 def is_loopback(opened: socket.socket) -> bool:
@@ -121,11 +141,17 @@ class _Server(uvicorn.Server):
 
 
 def run_server(
-    app: FastAPI, engine: EngineInterface, opened: socket.socket, ready: Sequence[str], shutdown_timeout: float
+    app: FastAPI,
+    engine: EngineInterface,
+    opened: socket.socket,
+    ready: Sequence[str],
+    shutdown_timeout: float,
+    certificate: str | None = None,
+    key: str | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then let running requests finish for `shutdown_timeout` seconds.
 
-    `ready` is printed once requests are answered.
+    `ready` is printed once requests are answered. With a certificate (and its key, if that is apart) it is https.
     """
     config = uvicorn.Config(
         app,
@@ -135,5 +161,7 @@ def run_server(
         # When the engine's time is up, answers that say so must still get out.
         timeout_graceful_shutdown=math.ceil(shutdown_timeout) + SECONDS_TO_SAY_SO,
         server_header=False,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
     )
     asyncio.run(_Server(config, engine, ready, shutdown_timeout).serve(sockets=[opened]))
