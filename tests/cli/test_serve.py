@@ -188,7 +188,7 @@ def test_an_open_server_without_key_is_warned_about(
         with pytest.raises(SystemExit) as end:
             main(["serve", str(tiny_model), "--port", "0", *words])
         assert end.value.code == 0 and ("warning:" in capsys.readouterr().err) == warned
-    assert threading.active_count() == before, "the engine is closed"
+    assert threading.active_count() <= before, "the engine is closed"
 
 
 def test_names_come_from_the_path() -> None:

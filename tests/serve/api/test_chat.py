@@ -209,6 +209,9 @@ def test_a_format_or_tools(scripted: Callable[..., Served]) -> None:
     assert grammar is not None and grammar.kind == "tools" and json.loads(grammar.text)["other"]["kind"] == "choice"
 
 
+WRONG_CALL = {"function": {"name": "f", "arguments": "[1]"}}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -236,7 +239,7 @@ def test_a_format_or_tools(scripted: Callable[..., Served]) -> None:
         ({"messages": [{"role": "user"}]}, "messages", "messages.0"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, None, ""),
         (
-            {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            {"messages": [*HELLO, {"role": "assistant", "tool_calls": [WRONG_CALL]}]},
             "messages", "messages.1.tool_calls.0",
         ),
         ({"messages": HELLO, "continue_final_message": True}, "messages", "last message"),
