@@ -94,7 +94,11 @@ class Generation(SamplingFields):
 
     def sampling(self, **changes: Any) -> SamplingSettings:
         given = {key: getattr(self, key) for key in SamplingFields.model_fields if key in self.model_fields_set}
-        extra = {"prompt_logprobs": self.prompt_logprobs, "cache_salt": self.cache_salt, "grammar": self.grammar()}
+        extra: dict[str, Any] = {
+            "prompt_logprobs": self.prompt_logprobs,
+            "cache_salt": self.cache_salt,
+            "grammar": self.grammar(),
+        }
         return SamplingSettings.of(**{**given, **extra, **changes})
 
     def grammar(self) -> Grammar | None:
