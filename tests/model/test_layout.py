@@ -43,11 +43,13 @@ def test_every_element_has_its_rank(case: tuple[ModelSpec, Plan]) -> None:
     for name, parameter in model.requires_grad_(False).named_parameters():
         parameter.fill_(1.0)  # fresh memory may hold what is not even equal to itself
         times = torch.zeros(parameter.shape)
-        copies = 0
+        copies = owned = 0
         for layout in layouts:
             if not layout.holds(name):
                 continue
             shard = layout.shard(name)
+            own = parameter.shape if shard is None else torch.Size(shard.shape(parameter.shape))
+            owned += layout.owned(name, own)
             if shard is None:
                 times += 1
                 copies = plan.tp
@@ -59,6 +61,7 @@ def test_every_element_has_its_rank(case: tuple[ModelSpec, Plan]) -> None:
                 assert not shard.of(parameter).narrow(shard.dim, shard.stop - shard.start, shard.padding).any()
         twice = name == "embedding.weight" and spec.tied and plan.pp > 1
         assert bool((times == copies * (1 + twice)).all()), name
+        assert owned == parameter.numel(), name
 
 
 def _where(shard) -> tuple[slice, ...]:

@@ -21,7 +21,7 @@ from treadle.model.context import PackedContext
 from treadle.model.transformer import Transformer
 from treadle.parallel.plan import Plan
 from treadle.serve.batch import StepBatch
-from treadle.serve.nodes import Nodes
+from treadle.serve.parallel_settings import Nodes
 from treadle.serve.parallel_runner import ParallelRunner
 from treadle.serve.rank_commands import Call, FreeCache, LoadWeights, MakeCache, Measure, Step
 from treadle.serve.ranks import Ranks
@@ -115,7 +115,7 @@ def test_commands_beside_steps(folders: dict[str, Path]) -> None:
     check_steps(ParallelRunner(ranks, 1), whole)
     loaded = ranks.all(LoadWeights(2, str(folder), "float32"))
     assert sum(one["parameters"] for one in loaded) >= sum(one.numel() for one in whole.parameters())
-    ParallelRunner(ranks, 1).close()
+    ParallelRunner(ranks, 1).forget()
     ranks.all(FreeCache())
     ranks.all(MakeCache([BLOCKS] * 2, BLOCK, "auto"))
     assert all(available > 1 << 20 for available in ranks.all(Measure()))

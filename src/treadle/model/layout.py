@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import torch
 
 from treadle.config import UserError
 from treadle.model.spec import LayerSpec, ModelSpec
@@ -127,6 +130,17 @@ class Layout:
         if part in ("k", "v"):
             return cut(attention.kv_heads, tp, index, dim, attention.head_size, repeat=True)
         return cut(layer.mlp.width, tp, index, dim)
+
+    def owned(self, name: str, shape: torch.Size) -> int:
+        """Return how many elements of this rank's part of a parameter, of this shape, count as its own: no padding, and
+        only on the first of the ranks that hold the same, so that the sum over the ranks of a model is the whole."""
+        if name == "embedding.weight" and not self.first:
+            return 0  # the head's copy of it
+        shard = self.shard(name)
+        if shard is None:
+            return math.prod(shape) if self.coordinates["tp"] == 0 else 0
+        held = (shard.stop - shard.start) * math.prod(shape) // max(1, shape[shard.dim])
+        return held if shard.copy == 0 else 0
 
 
 def local_spec(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:

@@ -14,7 +14,7 @@ from treadle.serve.cost_store import cost_identity, cost_path
 from treadle.serve.kv_cache import KVCache, KVFormat
 from treadle.serve.measure import step_bytes_of
 from treadle.serve.model import Model
-from treadle.serve.runner import LocalRunner
+from treadle.serve.runner import LocalRunner, Runner
 from treadle.serve.scheduler import Limits
 
 if TYPE_CHECKING:
@@ -26,13 +26,21 @@ def assemble(model: Model, settings: EngineSettings) -> tuple[Core, Capacity]:
     capacity, kv_format = _fit(model, settings)
     groups = layer_groups(model.spec)
     counts = [count + 1 for count in capacity.blocks]  # with the one that nobody has
-    cache = KVCache(model.spec, groups, counts, capacity.block_size, kv_format, model.device)
+    runner: Runner
+    if model.ranks is None:
+        cache = KVCache(model.spec, groups, counts, capacity.block_size, kv_format, model.device)
+        runner = LocalRunner(model.module, cache, settings.deterministic)
+    else:
+        from treadle.serve.parallel_runner import ParallelRunner
+
+        runner = ParallelRunner(model.ranks)
+        runner.make_cache(counts, capacity.block_size, settings.kv_cache_dtype, settings.deterministic)
     limits = Limits(
         capacity.seqs, settings.max_num_batched_tokens, capacity.block_size, settings.enable_chunked_prefill
     )
     core = Core(
         model,
-        LocalRunner(model.module, cache, settings.deterministic),
+        runner,
         BlockTables(groups, capacity.blocks, capacity.block_size),
         limits,
         reuse_prefixes=settings.enable_prefix_caching,
@@ -63,8 +71,13 @@ def _fit(model: Model, settings: EngineSettings) -> tuple[Capacity, KVFormat]:
         settings.enable_prefix_caching,
     )
     kv_format = KVFormat.of(settings.kv_cache_dtype, model.dtype, model.device)
-    step_bytes = step_bytes_of(model.module, settings.max_num_batched_tokens)
-    capacity = fit_capacity(model.spec, kv_format, wanted, available_memory(model.device), step_bytes)
+    if model.ranks is None:
+        step_bytes = step_bytes_of(model.module, settings.max_num_batched_tokens)
+        capacity = fit_capacity(model.spec, kv_format, wanted, available_memory(model.device), step_bytes)
+    else:
+        from treadle.serve.parallel_runner import fit_on_ranks
+
+        capacity = fit_on_ranks(model.ranks, model.spec, model.dtype, kv_format, wanted)
     if not settings.enable_chunked_prefill and settings.max_num_batched_tokens < capacity.length:
         raise UserError(
             f"without chunked prefill a step must hold the longest prompt: max_num_batched_tokens="

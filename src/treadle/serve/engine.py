@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from pydantic import ByteSize, Field
 
-from treadle.config import Settings, TreadleError, parse_settings
+from treadle.config import TreadleError, UserError, parse_settings
 from treadle.serve.assembly import assemble
 from treadle.serve.batching import BatchPolicy, BatchSettings
 from treadle.serve.commands import run_command
 from treadle.serve.core import sentence
 from treadle.serve.interface import EngineInterface, Prepared, Ticket, make_requests
 from treadle.serve.model import Model, load
+from treadle.serve.parallel_settings import ParallelSettings
 from treadle.serve.request import Delta, Phase, Request
 from treadle.serve.stats import EngineStats
 
@@ -35,7 +36,7 @@ from treadle.serve.stats import EngineStats
 HANG_SECONDS = 120.0
 
 
-class EngineSettings(Settings):
+class EngineSettings(ParallelSettings):
     """What an engine is started with; the names are vLLM's. None means: as much as the memory allows."""
 
     max_num_seqs: int | None = Field(None, ge=1, le=4096)  # sequences that run at once
@@ -68,7 +69,13 @@ class Engine(EngineInterface):
     def __init__(self, model: Model | str | Path, **settings: Any) -> None:
         """`settings` are those of EngineSettings. Raises UserError for wrong ones, or a cache that does not fit."""
         self.settings = parse_settings(EngineSettings, settings, source="the engine's settings")
-        self.model = model if isinstance(model, Model) else load(model)
+        self._owns_model = not isinstance(model, Model)
+        self.model = model if isinstance(model, Model) else load(model, **self.settings.ranks)
+        if self.model.ranks is None and self.settings.plan.ranks() > 1:
+            raise UserError(
+                "a model that is loaded whole cannot be shared by ranks; give its path to the engine, or load it with "
+                "tensor_parallel_size or pipeline_parallel_size"
+            )
         self._core, self.capacity = assemble(self.model, self.settings)
         super().__init__(self.model.tokenizer, self.model.spec, self.capacity.length)
         self._seeds = random.Random(self.settings.seed)  # noqa: S311 - sampling, not secrets
@@ -81,11 +88,22 @@ class Engine(EngineInterface):
         self._stopping = False
         self._busy_since: float | None = None
         self.ended = False  # nothing more will come
+        self._failure: TreadleError | None = None  # told from outside, such as the loss of a rank
         self.after_step: Callable[[], None] = lambda: None  # called in the engine's thread
         threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="treadle-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        if self.model.ranks is not None:
+            self.model.ranks.on_lost = self.fail
+            if self.model.ranks.error is not None:  # it was lost before there was anyone to tell
+                self.fail(self.model.ranks.error)
+
+    def fail(self, error: TreadleError) -> None:
+        """End the engine with an error, which every request gets. Called from any thread."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def hand_over(self, prepared: Prepared, deliver: Callable[[Delta], None]) -> Ticket:
         """Queue what was prepared. Raises TreadleError once the engine is closing or has failed."""
@@ -192,6 +210,8 @@ class Engine(EngineInterface):
                 self._calls.clear()
             self._core.fail_all(why)
             self._core.close()
+            if self._owns_model:
+                self.model.close()
             self.ended = True
             self.after_step()
 
@@ -201,10 +221,14 @@ class Engine(EngineInterface):
             self._busy_since = None
             while True:
                 self._changed.notify_all()
+                if self._failure is not None:
+                    raise self._failure
                 waiting = self._changed.wait_for(self._something_to_do, self._core.wait_seconds() or None)
                 for request in self._arrivals:
                     self._core.add(request)
                 self._arrivals.clear()
+                if self._failure is not None:
+                    raise self._failure
                 if not waiting or self._stopping or self._cancellations or self._calls or not self._core.wait_seconds():
                     break
             self._cancellations = False
@@ -221,6 +245,6 @@ class Engine(EngineInterface):
         return not stopping
 
     def _something_to_do(self) -> bool:
-        if self._stopping or self._cancellations or self._arrivals or self._calls:
+        if self._failure or self._stopping or self._cancellations or self._arrivals or self._calls:
             return True
         return not self._core.idle and not self._core.wait_seconds()

@@ -57,14 +57,15 @@ class EngineProcess:
     def _load(self, start: messages.ToEngine) -> Engine:
         import torch
 
-        from treadle.serve.engine import Engine
+        from treadle.serve.engine import Engine, EngineSettings
         from treadle.serve.model import load
         from treadle.serve.summary import engine_summary
 
         assert isinstance(start, messages.Start)
         if start.threads:
             torch.set_num_threads(start.threads)
-        engine = Engine(load(start.model, start.dtype, start.device), **start.settings)
+        ranks = parse_settings(EngineSettings, start.settings, source="the engine's settings").ranks
+        engine = Engine(load(start.model, start.dtype, start.device, **ranks), **start.settings)
         engine.after_step = self._flush
         self._send(messages.Ready(engine.capacity, engine_summary(engine), engine.weight_version))
         return engine

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treadle.config import UserError
+from treadle.config import UserError, parse_settings
 from treadle.config.errors import nearest
 from treadle.config.progress import amount_text
 from treadle.model.context import PackedContext
@@ -25,6 +25,7 @@ from treadle.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
+    from treadle.serve.ranks import Ranks
     from treadle.serve.request import Completion
 
 DTYPES = {
@@ -42,11 +43,12 @@ class Model:
     """A model ready to use.
 
     `module` is the torch module: it can be inspected, changed and trained; what the other methods return follows it.
-    `tokenizer` is None for a model that came without one.
+    `tokenizer` is None for a model that came without one. `ranks` are the processes that share a model which was loaded
+    on several; `module` is then the first one's part.
     """
 
-    def __init__(self, module: Transformer, tokenizer: Tokenizer | None = None) -> None:
-        self.module, self.tokenizer = module, tokenizer
+    def __init__(self, module: Transformer, tokenizer: Tokenizer | None = None, ranks: Ranks | None = None) -> None:
+        self.module, self.tokenizer, self.ranks = module, tokenizer, ranks
 
     @property
     def spec(self) -> ModelSpec:
@@ -55,15 +57,16 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.module.embedding.weight.dtype
+        return self.module.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.module.embedding.weight.device
+        return self.module.device
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Tensor) -> Float[Tensor, "T V"]:
         """Return the logits after each token of one sequence, in fp32. Raises UserError for what is no token id."""
+        self._check_whole("logits")
         ids = token_ids(tokens, self.spec.vocabulary)
         context = PackedContext.of_lengths([len(ids)], self.device)
         logits = self.module(torch.tensor(ids, device=self.device), context)
@@ -104,8 +107,18 @@ class Model:
         from treadle.model.lora import merged_state
         from treadle.weights.save import save_model
 
+        self._check_whole("saving")
         with atomic_folder(folder) as aside:
             save_model(aside, self.spec, merged_state(self.module), self.tokenizer)
+
+    def close(self) -> None:
+        """End the other ranks of a model that was loaded on several; harmless otherwise."""
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def _check_whole(self, what: str) -> None:
+        if self.ranks is not None:
+            raise UserError(f"{what} needs the whole model in this process; load it without tensor_parallel_size")
 
     def __repr__(self) -> str:
         count = self.spec.parameters_count()
@@ -117,14 +130,17 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     check_tokenizer: Callable[[Tokenizer | None], None] | None = None,
+    **parallel: Any,
 ) -> Model:
     """Return the model at `path`: a Hugging Face directory, a checkpoint or a GGUF file.
 
     `dtype` is a torch dtype or its name (default: the checkpoint's own); `device` defaults to the accelerator that
-    PyTorch sees, else the CPU. `check_tokenizer` may refuse the tokenizer before the weights are read. Raises UserError
-    naming what is missing or wrong.
+    PyTorch sees, else the CPU. `check_tokenizer` may refuse the tokenizer before the weights are read. With
+    `tensor_parallel_size` or `pipeline_parallel_size` (see ParallelSettings) other processes hold their parts of it.
+    Raises UserError naming what is missing or wrong.
     """
     from treadle.model.families import read_spec
+    from treadle.serve.parallel_settings import ParallelSettings
     from treadle.weights.checkpoint import open_checkpoint
     from treadle.weights.load import load_model, load_tokenizer
 
@@ -135,7 +151,13 @@ def load(
     tokenizer = load_tokenizer(path, spec.vocabulary)
     if check_tokenizer is not None:
         check_tokenizer(tokenizer)
-    return Model(load_model(path, kind, place), tokenizer)
+    layout = parse_settings(ParallelSettings, parallel, source="the settings of the ranks")
+    if layout.plan.ranks() == 1:
+        return Model(load_model(path, kind, place), tokenizer)
+    from treadle.serve.parallel_runner import load_on_ranks
+
+    ranks = load_on_ranks(path, spec, layout, kind, place.type)
+    return Model(ranks.rank.module, tokenizer, ranks)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

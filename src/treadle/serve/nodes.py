@@ -12,36 +12,11 @@ import sys
 import time
 
 import psutil
-from pydantic import Field
 
-from treadle.config import Settings, TreadleError, UserError
+from treadle.config import TreadleError
 from treadle.device.host import cores
 from treadle.serve import worker as workers
-
-
-class Nodes(Settings):
-    """Which machine this is, of how many, and where node 0 is reached; the names are torchrun's."""
-
-    nnodes: int = Field(1, ge=1)
-    node_rank: int = Field(0, ge=0)
-    master_addr: str = "127.0.0.1"
-    master_port: int = Field(0, ge=0, le=65535)
-
-    def ranks_each(self, ranks: int) -> int:
-        """Return how many ranks each node has. Raises UserError where they do not divide, or the node is none."""
-        if ranks % self.nnodes:
-            raise UserError(
-                f"{ranks} ranks cannot be shared evenly by nnodes={self.nnodes}; tensor_parallel_size x "
-                "pipeline_parallel_size must be a multiple of it"
-            )
-        if self.node_rank >= self.nnodes:
-            raise UserError(f"node_rank={self.node_rank} is no node of nnodes={self.nnodes}; they count from 0")
-        if self.nnodes > 1 and not self.master_port:
-            raise UserError("several nodes need a master_port, the same on each; choose a free one of node 0")
-        return ranks // self.nnodes
-
-
-ONE_NODE = Nodes()
+from treadle.serve.parallel_settings import Nodes
 
 
 def interface_towards(address: str) -> dict[str, str]:

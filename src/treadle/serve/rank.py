@@ -16,6 +16,7 @@ from treadle.serve import rank_commands as commands
 from treadle.serve.batch import LayerGroup, StepOutput, layer_groups
 from treadle.serve.capacity import available_memory
 from treadle.serve.kv_cache import KVCache, KVFormat
+from treadle.serve.measure import activations
 from treadle.serve.model import parse_dtype
 from treadle.serve.paged import PagedContext
 from treadle.weights.load import load_model
@@ -36,17 +37,22 @@ def local_groups(layout: Layout) -> tuple[LayerGroup, ...]:
 class Rank:
     """Carries out commands. Commands that compute are called by one thread; `LoadWeights` may run beside them."""
 
-    def __init__(self, mesh: Mesh, model: str, node_ranks: int, deterministic: bool = False) -> None:
+    def __init__(self, mesh: Mesh, model: str, node_ranks: int) -> None:
         """`model` is the path that "" stands for, `node_ranks` how many ranks share this machine."""
-        self.mesh, self.model, self.node_ranks, self.deterministic = mesh, model, node_ranks, deterministic
+        self.mesh, self.model, self.node_ranks, self.deterministic = mesh, model, node_ranks, False
         self.weights: dict[int, ParallelModel] = {}
         self.cache: KVCache | None = None
         self._tensor, self._pipeline = mesh.tensor_group(), mesh.pipeline_group()
 
     @property
+    def module(self) -> Transformer:
+        """This rank's part of the model, under the first of its weights."""
+        return next(iter(self.weights.values())).module
+
+    @property
     def layout(self) -> Layout:
-        """This rank's place in the plan of the model whose weights it holds."""
-        layout = next(iter(self.weights.values())).module.layout
+        """This rank's place in the plan of the model."""
+        layout = self.module.layout
         assert layout is not None
         return layout
 
@@ -60,9 +66,7 @@ class Rank:
             case commands.DropWeights():
                 self.weights.pop(command.number, None)
             case commands.Measure():
-                # Ranks of this machine share its memory where the device is the host.
-                sharing = self.node_ranks if self.mesh.device.type == "cpu" else 1
-                return available_memory(self.mesh.device) // sharing
+                return self.measure()
             case commands.MakeCache():
                 self.make_cache(command)
             case commands.FreeCache():
@@ -85,8 +89,17 @@ class Rank:
         logits, hidden = model(tokens, context, context.rows, context.pooled)  # pyrefly: ignore[bad-argument-type]
         return StepOutput(logits.float(), hidden.float())
 
+    def measure(self) -> dict[str, float]:
+        """Return `available` bytes of memory, and the `fixed` ones and those for `each` token that a step takes."""
+        # Ranks of this machine share its memory where the device is the host.
+        sharing = self.node_ranks if self.mesh.device.type == "cpu" else 1
+        available = available_memory(self.mesh.device) // sharing
+        measured = activations(self.module)
+        return {"available": available, "fixed": measured.fixed, "each": measured.each}
+
     def load(self, command: commands.LoadWeights) -> dict[str, Any]:
-        """Read this rank's part of a model. Returns how many parameters and bytes that were. Raises UserError."""
+        """Read this rank's part of a model. Returns how many parameters and bytes that were, and how many elements are
+        `owned`: counted on one of the ranks that hold them, so that the ranks' sum is the whole. Raises UserError."""
         reports = []
 
         def lay(module: Transformer) -> None:
@@ -96,7 +109,10 @@ class Rank:
         path = command.path or self.model
         module = load_model(path, parse_dtype(command.dtype), self.mesh.device, reports.append, lay)
         self.weights[command.number] = ParallelModel(module, self._pipeline)
-        return {"parameters": reports[0].parameters, "bytes": reports[0].bytes_read}
+        layout = module.layout
+        assert layout is not None
+        owned = sum(layout.owned(name, parameter.shape) for name, parameter in module.named_parameters())
+        return {"parameters": reports[0].parameters, "bytes": reports[0].bytes_read, "owned": owned}
 
     def _check_same(self, spec: ModelSpec) -> None:
         """A cache that is there holds what was computed by a model of one shape."""
@@ -104,9 +120,9 @@ class Rank:
             assert self.layout.spec == spec, "other weights of the same model have the same shape"
 
     def make_cache(self, command: commands.MakeCache) -> None:
-        """Make the cache, or take its memory again."""
-        module = next(iter(self.weights.values())).module
-        format = KVFormat.of(command.format, module.dtype, self.mesh.device)
+        """Make the cache, in place of one that is there."""
+        self.deterministic = command.deterministic
+        format = KVFormat.of(command.format, self.module.dtype, self.mesh.device)
         self.cache = KVCache(
             self.layout.local,
             local_groups(self.layout),

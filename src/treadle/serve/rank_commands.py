@@ -23,7 +23,6 @@ class Start(msgspec.Struct, tag=True):
     node_ranks: int  # how many ranks share its machine
     timeout: float  # seconds that it waits for another rank within a step
     model: str  # the path of the model, where the node was not given one of its own
-    deterministic: bool = False
 
 
 class LoadWeights(msgspec.Struct, tag=True):
@@ -41,7 +40,7 @@ class DropWeights(msgspec.Struct, tag=True):
 
 
 class Measure(msgspec.Struct, tag=True):
-    """Tell how many bytes of memory are available."""
+    """Tell the bytes of memory that are available, and what a step takes of them. Every rank computes, in step."""
 
 
 class MakeCache(msgspec.Struct, tag=True):
@@ -50,6 +49,7 @@ class MakeCache(msgspec.Struct, tag=True):
     blocks: list[int]
     block_size: int
     format: str
+    deterministic: bool = False
 
 
 class FreeCache(msgspec.Struct, tag=True):

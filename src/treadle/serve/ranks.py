@@ -34,16 +34,15 @@ import torch.distributed as dist
 
 from treadle.config import TreadleError, UserError
 from treadle.config.progress import progress
-from treadle.device.host import cores
 from treadle.parallel.mesh import Rendezvous, join, pick_device
 from treadle.parallel.plan import Plan
 from treadle.serve import rank_commands as commands
 from treadle.serve import worker as workers
 from treadle.serve.batch import StepOutput
-from treadle.serve.nodes import ONE_NODE, Nodes, interface_towards
+from treadle.serve.nodes import interface_towards
+from treadle.serve.parallel_settings import TIMEOUT_SECONDS, Nodes
 from treadle.serve.rank import Rank
 
-TIMEOUT_SECONDS = 60.0  # that a rank waits for another within a step before it counts as hanging
 START_SECONDS = 300.0  # that a local worker gets until it says hello: importing PyTorch on a busy machine takes long
 REPORT_SECONDS = 3.0  # that ranks get to say why, once one of them has failed
 LEAVE_SECONDS = 5.0
@@ -80,17 +79,17 @@ class Ranks:
         device: str = "auto",
         timeout: float = TIMEOUT_SECONDS,
         threads: int | None = None,
-        nodes: Nodes = ONE_NODE,
-        deterministic: bool = False,
+        nodes: Nodes | None = None,
         on_lost: Callable[[TreadleError], None] = lambda _: None,
     ) -> None:
-        """Start the ranks and join them; `threads` is a rank's (default: its share of the cores). Raises UserError,
+        """Start the ranks and join them; `threads` is a rank's (default: its share of this process's). Raises UserError,
         TreadleError."""
         if dist.is_initialized():
             raise TreadleError("this process belongs to a group of ranks already; serve in a process of its own")
-        self.plan, self.model, self.timeout, self.nodes, self.on_lost = plan, model, timeout, nodes, on_lost
-        self.node_ranks = nodes.ranks_each(plan.ranks())
-        self.threads = threads or max(1, cores() // self.node_ranks)
+        self.plan, self.model, self.timeout, self.on_lost = plan, model, timeout, on_lost
+        self.nodes = nodes or Nodes()
+        self.node_ranks = self.nodes.ranks_each(plan.ranks())
+        self.threads = threads or max(1, torch.get_num_threads() // self.node_ranks)
         self.doing = "the start"
         self.error: TreadleError | None = None
         self._closing = False
@@ -101,14 +100,14 @@ class Ranks:
         self.peers = [Peer(rank) for rank in range(1, plan.ranks())]
         atexit.register(self.close)
         try:
-            self._start(device, deterministic)
+            self._start(device)
         except BaseException:
             self.close()
             raise
 
     # --- starting
 
-    def _start(self, device: str, deterministic: bool) -> None:
+    def _start(self, device: str) -> None:
         local, remote = self.peers[: self.node_ranks - 1], self.peers[self.node_ranks - 1 :]
         place = pick_device(device, 0)
         self._store = store = _open_store(self.nodes, self.timeout)
@@ -116,7 +115,7 @@ class Ranks:
             self._start_local(peer)
         if remote:
             self._accept(remote, store)
-        self._start_peers(device, deterministic, store.port)
+        self._start_peers(device, store.port)
         torch.set_num_threads(self.threads)
         meeting = Rendezvous(0, self.plan.ranks(), store)
         try:
@@ -126,10 +125,10 @@ class Ranks:
             raise self._explain(error) from error
         for peer in self.peers:
             self._wait(peer.ready, self.timeout, f"{peer.name} did not join the others")
-        self.rank = Rank(mesh, self.model, self.node_ranks, deterministic)
+        self.rank = Rank(mesh, self.model, self.node_ranks)
         self.doing = "waiting for work"
 
-    def _start_peers(self, device: str, deterministic: bool, port: int) -> None:
+    def _start_peers(self, device: str, port: int) -> None:
         """Wait until each rank is there, and tell it what it is."""
         with progress("Starting ranks", len(self.peers), "ranks") as step:
             for peer in self.peers:
@@ -145,7 +144,6 @@ class Ranks:
                 node_ranks=self.node_ranks,
                 timeout=self.timeout,
                 model=self.model,
-                deterministic=deterministic,
             )
             self._send(peer, start)
 

@@ -30,6 +30,10 @@ def engine_summary(engine: Engine) -> list[str]:
         ),
         ("kernels", ", ".join(f"{name}: {preferred_kernel(name)}" for name in SERVED_OPERATORS)),
     ]
+    if model.ranks is not None:
+        ranks = model.ranks
+        where = f", {ranks.node_ranks} on each of {ranks.nodes.nnodes} nodes" if ranks.nodes.nnodes > 1 else ""
+        rows.insert(2, ("ranks", f"{ranks.plan.ranks()} ({ranks.plan.describe()}{where})"))
     if engine.settings.batch is not None:
         rows.append(("batch", engine.policy.describe()))
     rows += [("note", note) for note in (*capacity.notes, *engine.policy.notes)]

@@ -119,7 +119,7 @@ class Worker:
             store = dist.TCPStore(*start.store, is_master=False, timeout=timedelta(seconds=start.timeout))
             with join(plan, device, start.timeout, Rendezvous(start.rank, plan.ranks(), store)) as mesh:
                 try:
-                    self._work(Rank(mesh, self.model, start.node_ranks, start.deterministic))
+                    self._work(Rank(mesh, self.model, start.node_ranks))
                 except BaseException as error:
                     self._give_up(error)
         except BaseException as error:
