@@ -21,8 +21,8 @@ from treadle.model.context import PackedContext
 from treadle.model.transformer import Transformer
 from treadle.parallel.plan import Plan
 from treadle.serve.batch import StepBatch
-from treadle.serve.parallel_settings import Nodes
 from treadle.serve.parallel_runner import ParallelRunner
+from treadle.serve.parallel_settings import Nodes
 from treadle.serve.rank_commands import Call, FreeCache, LoadWeights, MakeCache, Measure, Step
 from treadle.serve.ranks import Ranks
 from treadle.weights.load import load_model
@@ -118,7 +118,8 @@ def test_commands_beside_steps(folders: dict[str, Path]) -> None:
     ParallelRunner(ranks, 1).forget()
     ranks.all(FreeCache())
     ranks.all(MakeCache([BLOCKS] * 2, BLOCK, "auto"))
-    assert all(available > 1 << 20 for available in ranks.all(Measure()))
+    for measured in ranks.all(Measure()):
+        assert measured["available"] > 1 << 20 and measured["each"] >= whole.spec.width
     check_steps(ParallelRunner(ranks, 2), whole)
     # What cannot be carried out leaves the ranks well.
     with pytest.raises(UserError, match="nowhere does not exist"):

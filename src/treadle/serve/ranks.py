@@ -82,8 +82,8 @@ class Ranks:
         nodes: Nodes | None = None,
         on_lost: Callable[[TreadleError], None] = lambda _: None,
     ) -> None:
-        """Start the ranks and join them; `threads` is a rank's (default: its share of this process's). Raises UserError,
-        TreadleError."""
+        """Start the ranks and join them. `threads` is how many a rank computes with, by default its share of this
+        process's. Raises UserError, TreadleError."""
         if dist.is_initialized():
             raise TreadleError("this process belongs to a group of ranks already; serve in a process of its own")
         self.plan, self.model, self.timeout, self.on_lost = plan, model, timeout, on_lost
