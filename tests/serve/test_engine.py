@@ -131,7 +131,8 @@ class Script(torch.nn.Module):
 
     def __init__(self, model: Model, next_token: Callable[[int], int]) -> None:
         super().__init__()
-        self.embedding, self.spec = model.module.embedding, model.spec
+        self.embedding, self.spec, self.layout = model.module.embedding, model.spec, None
+        self.dtype, self.device = model.dtype, model.device
         self.next_token = next_token
 
     def hidden(self, tokens: torch.Tensor, context: Any) -> torch.Tensor:
