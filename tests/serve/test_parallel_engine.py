@@ -101,7 +101,7 @@ def test_a_lost_rank_ends_an_engine_process(folder: Path) -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     settings = {**SETTINGS, "pipeline_parallel_size": 2}
     options = EngineOptions(str(folder), "float32", "cpu", settings)
-    client = EngineClient(None, read_spec(CONFIG), options, told.put)
+    client = EngineClient(options, told.put)
     try:
         assert client.generate([PROMPTS[0]], max_tokens=3)[0].tokens
         (engine,) = [one for one in psutil.Process().children() if "engine_process" in " ".join(one.cmdline())]

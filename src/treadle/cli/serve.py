@@ -77,6 +77,9 @@ def serve(
     node_rank: int = typer.Option(None, help="Which of them this is; only node 0 serves, the others join it."),
     master_addr: str = typer.Option(None, help="Node 0's address."),
     master_port: int = typer.Option(None, help="A free port of node 0."),
+    worker_timeout: float = typer.Option(
+        None, help="Seconds that a rank waits for another within a step before that counts as hanging (default 60)."
+    ),
     tool_call_parser: str = typer.Option(None, help="How the model writes tool calls: auto, hermes, llama3, ..."),
     reasoning_parser: str = typer.Option(None, help="How the model marks its reasoning: auto, none, ..."),
     trust_remote_code: bool = typer.Option(None, "--trust-remote-code", help="Accepted; no remote code is ever run."),

@@ -15,6 +15,12 @@ def serve(settings: ServeSettings) -> None:
     from treadle.serve.api.server import address_of, check_certificate, is_loopback, open_socket
     from treadle.serve.chat_format import check_parsers
 
+    if settings.node_rank:
+        from treadle.serve.nodes import serve_node
+
+        serve_node(settings.nodes, settings.plan.ranks(), settings.model)
+        print("Stopped.", flush=True)
+        return
     if settings.trust_remote_code:
         print(
             "note: --trust-remote-code changes nothing, since no code of a model's repository is ever run",

@@ -6,6 +6,7 @@ Node 0 is the server. The others only start their ranks, which take their comman
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,8 @@ def serve_node(nodes: Nodes, ranks: int, model: str, threads: int | None = None)
     threads = threads or max(1, cores() // each)
     environment = workers.environment(threads) | interface_towards(nodes.master_addr)
     address = f"{nodes.master_addr}:{nodes.master_port}"
+    shown = f"rank {own[0]}" if each == 1 else f"ranks {own[0]} to {own[-1]}"
+    print(f"node {nodes.node_rank} of {nodes.nnodes} joins node 0 at {address} as {shown}", flush=True)
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank in own:
@@ -64,6 +67,5 @@ def _wait_for_all(processes: dict[int, subprocess.Popen[bytes]], nodes: Nodes) -
                 continue
             del left[rank]
             if code:
-                raise TreadleError(
-                    f"rank {rank} on this node (node_rank {nodes.node_rank}) ended; see what node 0 says"
-                )
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "has ended"
+                raise TreadleError(f"rank {rank} of this node {how}; node 0 says more")

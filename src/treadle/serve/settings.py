@@ -36,6 +36,9 @@ class ServeSettings(EngineSettings):
     def _consistent(self) -> Self:
         if any(not name.strip() for name in self.served_model_name):
             raise ValueError("served_model_name is empty; give the name that clients ask for, or leave it out")
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ValueError("nodes share one engine, so nnodes needs data_parallel_size 1; start a server a replica")
+        self.nodes.ranks_each(self.plan.ranks())
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ValueError("ssl_keyfile without ssl_certfile; TLS needs the certificate")
         return self

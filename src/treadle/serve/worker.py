@@ -62,10 +62,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     key = ""
-    if arguments.control is not None:
-        control = Connection(arguments.control)
-    else:
-        control, key = reach(arguments.join, arguments.rank)
+    try:
+        if arguments.control is not None:
+            control = Connection(arguments.control)
+        else:
+            control, key = reach(arguments.join, arguments.rank)
+    except TreadleError as error:
+        print(f"treadle: {error}", file=sys.stderr)
+        _leave(1)
     hello = commands.Hello(arguments.rank, os.getpid(), socket.gethostname(), versions(), key)
     control.send_bytes(msgspec.msgpack.encode(hello))
     code = 1
