@@ -19,9 +19,12 @@ from treadle.cli import main
 from treadle.config import UserError
 from treadle.data import Corpus, evaluation_batches
 from treadle.model.tokenizer import Tokenizer
+from treadle.serve.engine import Engine
 from treadle.serve.model import load
+from treadle.serve.request import SamplingSettings
+from treadle.train import harness
 from treadle.train.evaluation import Measured, measure
-from treadle.train.harness import score
+from treadle.train.harness import complete, sampling, score
 from treadle.train.held_out import HeldOut, windows
 from treadle.weights.load import load_model
 
@@ -167,6 +170,45 @@ def test_the_harness_scores_continuations_as_transformers_does(model: Path) -> N
             expected = logits.log_softmax(-1).gather(1, wanted[:, None]).sum()
             assert value == pytest.approx(float(expected), rel=1e-4)
             assert greedy == bool((logits.argmax(-1) == wanted).all())
+
+
+def test_the_harness_generates_all_at_once_what_transformers_does(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = load(model, "float32"), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = Tokenizer.load(model)
+    random = np.random.default_rng(1)
+    # Some longer than the model's 64 positions: they lose tokens at their left, so that the answer has room.
+    prompts = [random.integers(5, 300, int(size)).tolist() for size in random.integers(1, 120, 12)]
+    wants = [{"max_gen_toks": 7, "until": []}, {"max_new_tokens": 16, "do_sample": False, "temperature": 0.9}] * 6
+    expected = []
+    for prompt, wanted in zip(prompts, wants, strict=True):
+        most = next(iter(wanted.values()))
+        ids = torch.tensor([prompt[-(64 - most) :]])
+        with torch.no_grad():
+            found = theirs.generate(ids, max_new_tokens=most, do_sample=False)[0, ids.shape[1] :].tolist()
+        expected.append(tokenizer.decode(found))
+    engines: list[Engine] = []
+    monkeypatch.setattr(
+        harness, "Engine", lambda *given, **named: engines.append(Engine(*given, **named)) or engines[0]
+    )
+    assert complete(ours, [*zip(prompts, wants, strict=True)]) == expected
+    cut = sum(len(prompt) > 64 - next(iter(wanted.values())) for prompt, wanted in zip(prompts, wants, strict=True))
+    assert 2 < cut < 12 and f"{cut} of 12 prompts were cut at their left" in capsys.readouterr().err
+    assert engines[0].stats.steps < engines[0].stats.generated_tokens / 3  # many answers in each step
+
+
+def test_what_the_harness_wants_of_an_answer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sampling({}) == SamplingSettings(max_tokens=256, temperature=0.0)
+    assert sampling({"until": "\n", "do_sample": True}) == SamplingSettings(max_tokens=256, temperature=0, stop=("\n",))
+    assert sampling({"until": ["", "a"], "temperature": 0.5, "top_k": 3, "max_tokens": 9}) == SamplingSettings(
+        max_tokens=9, temperature=0.5, stop=("a",), top_k=3
+    )
+    ours = load(model, "float32")
+    with pytest.raises(UserError, match=r"answers of up to 64 tokens \(max_gen_toks\), but .* context holds 64"):
+        complete(ours, [([5], {"max_gen_toks": 64})])
+    (text,) = complete(ours, [([5], {"max_gen_toks": 4, "num_beams": 2, "until": "zz"})])
+    assert text and "num_beams have no effect here" in capsys.readouterr().err
 
 
 def test_a_missing_harness_names_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+import queue
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from treadle.config.errors import nearest
 from treadle.config.progress import progress
 from treadle.model.context import PackedContext
 from treadle.serve.engine import Engine
+from treadle.serve.interface import raise_if_failed
 from treadle.serve.model import Model
+from treadle.serve.request import Delta, SamplingSettings
 
 # So many logits are held at once (but always those of a whole sequence).
 LOGITS = 64 << 20
@@ -100,31 +105,75 @@ def adapter(model: Model, batch_tokens: int) -> Any:
                 make_disjoint_window,
             )
 
-            totals = []
+            # The windows of all texts are scored together: short texts share batches.
+            pairs, ends = [], [0]
             for request in requests:
                 ids = self.tok_encode(request.args[0], add_special_tokens=False)
                 parts = get_rolling_token_windows(ids, self.prefix_token_id, model.spec.max_positions, 1)
-                pairs = [make_disjoint_window(part) for part in parts]
-                totals.append(sum(value for value, _ in score(model, pairs, batch_tokens)))
-            return totals
+                pairs += [make_disjoint_window(part) for part in parts]
+                ends.append(len(pairs))
+            values = [value for value, _ in score(model, pairs, batch_tokens)]
+            return [sum(values[start:end]) for start, end in itertools.pairwise(ends)]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            texts = []
-            with Engine(model) as engine, progress("Generating", total=len(requests), unit="answers") as step:
-                for request in requests:
-                    prompt, options = request.args
-                    stop = options.get("until") or ()
-                    done = engine.generate(
-                        [prompt],
-                        max_tokens=int(options.get("max_gen_toks", 256)),
-                        temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
-                        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                    )
-                    texts.append(done[0].text)
-                    step()
-            return texts
+            pairs = [request.args for request in requests]
+            encoded = [(self.tok_encode(text) or [self.prefix_token_id], wanted) for text, wanted in pairs]
+            return complete(model, encoded)
 
     return TreadleLM()
+
+
+def complete(model: Model, prompts: Sequence[tuple[list[int], Mapping[str, Any]]]) -> list[str]:
+    """Return the answer to each (prompt, what the harness wants of its answer), all in one engine at once.
+
+    As in the harness's own backends, a prompt loses tokens at its left where it and the answer that may follow are
+    longer than the context. Raises UserError where the answer alone is.
+    """
+    texts, finished, cut = [""] * len(prompts), 0, 0
+    ignored: set[str] = set()
+    deltas: queue.SimpleQueue[tuple[int, Delta]] = queue.SimpleQueue()
+    with Engine(model, seed=0) as engine, progress("Generating", total=len(prompts), unit="answers") as step:
+        for index, (tokens, wanted) in enumerate(prompts):
+            settings = sampling(wanted)
+            ignored |= wanted.keys() - KNOWN
+            assert settings.max_tokens is not None
+            room = engine.max_model_len - settings.max_tokens
+            if room < 1:
+                raise UserError(
+                    f"the task wants answers of up to {settings.max_tokens} tokens (max_gen_toks), but the model's "
+                    f"context holds {engine.max_model_len} with the prompt; take a task with shorter answers"
+                )
+            cut += len(tokens) > room
+            engine.submit(tokens[-room:], settings, lambda delta, index=index: deltas.put((index, delta)))
+        while finished < len(prompts):
+            index, delta = deltas.get()
+            raise_if_failed(delta)
+            texts[index] += delta.text
+            if delta.finish_reason is not None:
+                finished += 1
+                step()
+    if cut:
+        print(f"note: {cut} of {len(prompts)} prompts were cut at their left to fit the context", file=sys.stderr)
+    if ignored:
+        print(f"warning: the tasks' settings {', '.join(sorted(ignored))} have no effect here", file=sys.stderr)
+    return texts
+
+
+MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+KNOWN = {"until", "do_sample", "temperature", *MAX_TOKENS, *SAMPLING}
+
+
+def sampling(wanted: Mapping[str, Any]) -> SamplingSettings:
+    """Return what the harness's generation settings mean; it samples only where a temperature is given."""
+    until = wanted.get("until") or ()
+    given = {name: wanted[name] for name in SAMPLING if wanted.get(name) is not None}
+    return SamplingSettings.of(
+        max_tokens=int(next((wanted[name] for name in MAX_TOKENS if wanted.get(name) is not None), 256)),
+        temperature=0.0 if wanted.get("do_sample") is False else float(wanted.get("temperature") or 0.0),
+        stop=tuple(text for text in ((until,) if isinstance(until, str) else until) if text),
+        **given,
+    )
 
 
 @torch.no_grad()
