@@ -227,9 +227,9 @@ def test_ratios_are_of_the_medians_over_the_rounds() -> None:
 
 def test_servers_are_started_with_the_same_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limits = Limits(8, 1024, 2)
-    ours = Server.parse("treadle:bounded=m.gguf --batch '{max_latency_ms: 300}'")
+    ours = Server.parse(r"treadle:bounded=m.gguf --batch {\"max_latency_ms\":300}")
     command = ours.command(8001, limits, tmp_path)
-    assert ours.label == "bounded" and command[-2:] == ["--batch", "{max_latency_ms: 300}"]
+    assert ours.label == "bounded" and command[-2:] == ["--batch", '{"max_latency_ms":300}']
     flags = "-m treadle serve m.gguf --port 8001 --max-num-seqs 8 --max-model-len 1024 --batch"
     assert command[1:-1] == flags.split()
     with pytest.raises(SystemExit, match=r"setup llama\.cpp"):

@@ -39,6 +39,7 @@ def cost_identity(model: Model, **more: object) -> dict[str, str]:
         "system": platform.machine(),
         "cores": str(cores()),
         "threads": str(torch.get_num_threads()),
+        "plan": "" if model.ranks is None else str(model.ranks.plan),
         **{name: str(value) for name, value in more.items()},
     }
 
