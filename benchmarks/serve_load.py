@@ -2,7 +2,7 @@ r"""A load generator for any OpenAI-compatible server: latency against load, Tre
 
     python benchmarks/serve_load.py treadle=MODEL.gguf llama.cpp=MODEL.gguf vllm=MODEL.gguf --rate 0.5 1 2
     python benchmarks/serve_load.py http://127.0.0.1:8000 --clients 1 4 16 --prompt lognormal:200,0.8 --answer fixed:64
-    python benchmarks/serve_load.py treadle=M.gguf 'treadle:bounded=M.gguf --batch {\"max_latency_ms\":300}' --clients 16
+    python benchmarks/serve_load.py treadle=M.gguf 'treadle:bounded=M.gguf --batch {\"max_latency_ms\":300}' --clients 8
 
 Requests come as a Poisson process (--rate, an open loop: a slow server does not slow them down) or from clients that
 ask again when they are answered (--clients). Every server gets the same requests at each load, one server after the
