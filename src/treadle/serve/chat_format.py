@@ -163,6 +163,25 @@ class ChatFormat:
         }
         return [first, *messages[1:]]
 
+    def effort(self, effort: str) -> Json:
+        """Return the variables by which the template learns how much to reason. Raises UserError where it cannot."""
+        template = _templates(self.tokenizer)
+        if effort == "none" and "enable_thinking" in template:
+            return {"enable_thinking": False}
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": effort}
+        if effort == "none" and self.reasoning is None:
+            return {}
+        raise UserError(f"this model's chat template knows no reasoning effort '{effort}'; leave it out")
+
+    def thinking(self, wanted: bool) -> Json:
+        """Return the variables that turn reasoning on or off. Raises UserError for a model that does not reason."""
+        if "enable_thinking" in _templates(self.tokenizer):
+            return {"enable_thinking": wanted}
+        if wanted and self.reasoning is None:
+            raise UserError("this model does not reason before it answers; leave 'thinking' out")
+        return {}
+
     def opening(self, prompt: Sequence[int]) -> Opening:
         """Return how the answer to a prompt will begin."""
         if self.reasoning is None:

@@ -150,6 +150,7 @@ class ChatBody(Generation, ChatFields):
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     include_reasoning: bool = True
+    reasoning_effort: str | None = None
 
     def _grammars(self) -> dict[str, Grammar | None]:
         form = None if self.response_format is None else self.response_format.grammar()
@@ -169,7 +170,7 @@ class ChatBody(Generation, ChatFields):
             changes["logprobs"] = self.top_logprobs or 0
         return self.sampling(**changes)
 
-    def ask(self) -> ChatAsk:
+    def ask(self, service: Service) -> ChatAsk:
         """Return what is asked for. Raises ApiError."""
         tools, choice = self.plain_tools(), self.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -181,7 +182,7 @@ class ChatBody(Generation, ChatFields):
             chosen_tools(tools, named, none=choice == "none"),
             required=named is not None or choice == "required",
             parallel=self.parallel_tool_calls and named is None,
-            variables=self.chat_template_kwargs,
+            variables={**self.chat_template_kwargs, **service.effort(self.reasoning_effort, "reasoning_effort")},
             add_generation_prompt=self.add_generation_prompt,
             continue_final=self.continue_final_message,
         )
@@ -373,5 +374,5 @@ def add_chat(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         body = await read_body(request, ChatBody)
         name = service.check_model(body.model)
-        run = await service.chat(body.ask())
+        run = await service.chat(body.ask(service))
         return await answer(request, run.exchange, ChatShape(service, name, body, run), run.clock, body.stream)

@@ -35,7 +35,7 @@ class CompletionBody(Generation):
     @field_validator("prompt")
     @classmethod
     def _some(cls, value: Any) -> Any:
-        if not value:
+        if not value or (isinstance(value, list) and any(one in ("", []) for one in value)):
             raise ValueError("the prompt is empty; give at least one token")
         return value
 

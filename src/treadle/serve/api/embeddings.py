@@ -33,7 +33,7 @@ class EmbeddingBody(Settings):
     @field_validator("input")
     @classmethod
     def _some(cls, value: Any) -> Any:
-        if not value:
+        if not value or (isinstance(value, list) and any(one in ("", []) for one in value)):
             raise ValueError("the input is empty; give at least one token")
         return value
 

@@ -34,7 +34,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),

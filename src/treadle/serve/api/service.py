@@ -96,6 +96,13 @@ class Service:
         except UserError as error:
             raise as_api_error(error, "messages") from error
 
+    def effort(self, effort: str | None, param: str) -> Json:
+        """Return the template's variables for an effort of reasoning. Raises ApiError where it knows none."""
+        try:
+            return {} if effort is None or self.chats is None else self.chats.effort(effort)
+        except UserError as error:
+            raise as_api_error(error, param) from error
+
     async def open(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings, param: str = "") -> Exchange:
         """Hand the prompts to the engine. Raises ApiError where it refuses them or too many wait already.
 
