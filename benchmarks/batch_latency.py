@@ -117,7 +117,8 @@ def answers_alone(model: Model, options: argparse.Namespace) -> float:
 
     with Engine(model, **settings_of(options)) as engine:
         dice = random.Random(0)
-        prompts = [tuple(dice.randrange(10, 1000) for _ in range(32)) for _ in range(options.max_num_seqs)]
+        vocabulary = model.spec.vocabulary
+        prompts = [tuple(dice.randrange(10, vocabulary) for _ in range(32)) for _ in range(options.max_num_seqs)]
         drive(engine, [Request(prompt, 4) for prompt in prompts], options.max_num_seqs)
         run = drive(engine, [Request(prompt[::-1], 16) for prompt in prompts], options.max_num_seqs)
     return statistics.median(run.gaps)

@@ -147,13 +147,22 @@ class _Ring:
 
 
 class CostModel:
-    """Collects measurements and keeps the fit to them up to date."""
+    """Collects measurements, and fits them when it is asked."""
 
     def __init__(self) -> None:
-        self.fit = Fit()
         self.steps = 0
+        self._fit = Fit()
         self._rings: dict[int, _Ring] = {}
         self._since_fit = 0
+        self._surprised = False
+
+    @property
+    def fit(self) -> Fit:
+        """The fit to what was measured, up to the last few steps."""
+        due = min(REFIT_EVERY, max(1, self.steps // 8))
+        if self._since_fit >= (min(due, SURPRISED_EVERY) if self._surprised else due):
+            self.refit()
+        return self._fit
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Note what a step took. Nonsense (no tokens, no time) is left out."""
@@ -161,13 +170,11 @@ class CostModel:
             return
         self._add(work, seconds)
         self._since_fit += 1
-        surprised = self._since_fit >= SURPRISED_EVERY and seconds > SURPRISE * self.fit.upper(work)
-        if surprised or self._since_fit >= min(REFIT_EVERY, max(1, self.steps // 8)):
-            self.refit()
+        self._surprised = self._surprised or seconds > SURPRISE * self._fit.upper(work)
 
     def refit(self) -> None:
         """Fit all that is kept."""
-        self._since_fit = 0
+        self._since_fit, self._surprised = 0, False
         rings = sorted(self._rings.items())
         if not rings:
             return
@@ -178,7 +185,7 @@ class CostModel:
         weights = _robust_fit(data[:, 2:], data[:, 1], np.maximum(fresh, LEAST_WEIGHT), counts)
         ratios = data[:, 1] / np.maximum(data[:, 2:] @ weights, 1e-12)
         seen_twice = [ring.filled[:, 3].max() for _, ring in rings if ring.count > 1]
-        self.fit = Fit(
+        self._fit = Fit(
             tuple(float(weight) for weight in weights),
             _corrections([key for key, _ in rings], [(ratios[part], fresh[part]) for part in parts]),
             int(max(seen_twice, default=0)),
