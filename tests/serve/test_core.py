@@ -12,7 +12,7 @@ import torch
 from tests.serve.tiny import attention, build, model_spec
 from treadle.model.context import PackedContext
 from treadle.model.spec import ModelSpec, RopeSpec
-from treadle.serve.batch import layer_groups
+from treadle.serve.batch import StepBatch, StepOutput, layer_groups
 from treadle.serve.block_tables import BlockTables
 from treadle.serve.core import Core
 from treadle.serve.kv_cache import KVCache, KVFormat
@@ -29,14 +29,23 @@ SPECS = {
 }
 
 
-def core_of(spec: ModelSpec, blocks: int = 40, block_size: int = 4, seqs: int = 4, step: int = 32, **more: Any) -> Core:
+def core_of(
+    spec: ModelSpec,
+    blocks: int = 40,
+    block_size: int = 4,
+    seqs: int = 4,
+    step: int = 32,
+    deterministic: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Core:
     groups = layer_groups(spec)
     counts = [blocks] * len(groups)
-    module = build(spec, seed=5)
-    format = KVFormat.of("auto", torch.float32)
+    module = build(spec, seed=5).to(dtype)
+    format = KVFormat.of("auto", dtype)
     cache = KVCache(spec, groups, [count + 1 for count in counts], block_size, format)
     tables = BlockTables(groups, counts, block_size)
-    return Core(Model(module), LocalRunner(module, cache), tables, Limits(seqs, step, block_size), check=True, **more)
+    return Core(Model(module), LocalRunner(module, cache, deterministic), tables, Limits(seqs, step, block_size), check=True, **more)
 
 
 @dataclass
@@ -243,3 +252,55 @@ def test_a_leader_that_goes_does_not_keep_its_followers_waiting() -> None:
     core.drop_cancelled()
     run(core)
     assert follower.completion_tokens == 4
+
+
+class Recorder:
+    """Keeps the logits of every token that was chosen, by the tokens before it."""
+
+    def __init__(self, core: Core) -> None:
+        self.logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self.inner, core._runners[core.version] = core._runners[core.version], self  # pyrefly: ignore
+        self.core = core
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        output = self.inner.step(batch)
+        ends = [sum(batch.counts[: i + 1]) - 1 for i in range(len(batch.counts))]
+        for row, logits in zip(batch.rows, output.logits.clone(), strict=True):
+            if row in ends:
+                past, count = batch.pasts[ends.index(row)], batch.counts[ends.index(row)]
+                content = tuple(batch.tokens[row - count + 1 : row + 1])
+                known = next(
+                    tuple(one.tokens[: past + count])
+                    for one in self.core._running
+                    if one.computed == past and tuple(one.tokens[past : past + count]) == content
+                )
+                self.logits.setdefault(known, []).append(logits)
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["windows"]], ids=["plain", "windows"])
+def test_deterministic_logits_have_the_same_bits_in_any_batch_chunk_and_after_any_hit(
+    spec: ModelSpec, dtype: torch.dtype
+) -> None:
+    prompt = [7, 3, 7, 3, 9, 9, 1, 250, 17, 4, 4, 8, 200, 3]
+    seen: dict[tuple[int, ...], torch.Tensor] = {}
+    for others, more in ((0, {}), (6, {"seqs": 7}), (6, {"seqs": 7, "step": 9}), (30, {"seqs": 31, "blocks": 400})):
+        core = core_of(spec, deterministic=True, dtype=dtype, **more)
+        recorder = Recorder(core)
+        tokens = []
+        for _ in range(2):  # the second time its prefix is found
+            for other in range(others):
+                ask(core, [other + 1] * (other % 7 + 1), max_tokens=12)
+            client = ask(core, prompt, max_tokens=10)
+            run(core)
+            tokens.append(client.tokens)
+        assert client.request.cached_tokens > 0
+        assert tokens[0] == tokens[1]
+        compared = 0
+        for known, all_logits in recorder.logits.items():
+            if list(known[: len(prompt)]) == prompt:
+                for logits in all_logits:
+                    assert torch.equal(seen.setdefault(known, logits), logits)
+                    compared += 1
+        assert compared >= 20

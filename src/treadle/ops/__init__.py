@@ -3,6 +3,7 @@
 from treadle.ops.activation import gated_activation
 from treadle.ops.attention import packed_attention
 from treadle.ops.cached_attention import cached_attention
+from treadle.ops.invariance import row_invariant
 from treadle.ops.linear import embedding, linear
 from treadle.ops.loss import linear_cross_entropy
 from treadle.ops.norm import add_rms_norm, rms_norm
@@ -27,5 +28,6 @@ __all__ = [
     "paged_write",
     "rms_norm",
     "rope",
+    "row_invariant",
     "sample",
 ]

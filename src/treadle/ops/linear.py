@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from treadle.ops.invariance import is_row_invariant, linear_by_tiles
 from treadle.ops.registry import Operator
 
 
@@ -33,6 +34,8 @@ def linear(
     x: Float[Tensor, "*batch I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None
 ) -> Float[Tensor, "*batch O"]:
     """Return x @ weight.T + bias."""
+    if is_row_invariant() and x.dim() == 2:
+        return linear_by_tiles(x, weight, bias)
     return LINEAR.call(x, weight, bias)
 
 

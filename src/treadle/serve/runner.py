@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from treadle import ops
 from treadle.model.transformer import Transformer
 from treadle.serve.batch import StepBatch, StepOutput
 from treadle.serve.kv_cache import KVCache
@@ -34,6 +35,10 @@ class LocalRunner:
     @torch.inference_mode()
     def step(self, batch: StepBatch) -> StepOutput:
         """Compute a step."""
+        with ops.row_invariant(self.deterministic):
+            return self._step(batch)
+
+    def _step(self, batch: StepBatch) -> StepOutput:
         tokens = torch.tensor(batch.tokens, device=self.device)
         context = PagedContext(self.cache, batch, self.device, deterministic=self.deterministic)
         hidden = self.module.hidden(tokens, context)
