@@ -8,6 +8,7 @@ its likeliest after those before it, it would have generated the same, and at a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from treadle.model.families import family_of
 from treadle.model.tokenizer import Tokenizer
 from treadle.model.transformer import Transformer
 from treadle.serve.engine import Engine
-from treadle.serve.model import Model
+from treadle.serve.model import Model, load
 from treadle.weights.convert import convert_model
 from treadle.weights.load import load_model, load_tokenizer
 
@@ -89,6 +90,42 @@ def test_greedy_tokens_equal_those_of_transformers(both: Both) -> None:
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
         # 30 layers of fp32 rounding; a wrong rotation or norm shows as 1e-2 and more.
         assert (logits - theirs[:end]).abs().max() <= 1e-4 * (theirs.max() - theirs.min())
+
+
+WAYS = {
+    "chunks of a few tokens beside answers": {"max_num_seqs": 32, "max_num_batched_tokens": 36},
+    "few blocks, so that sequences are preempted": {"max_num_seqs": 32, "kv_cache_memory": "30MB"},
+    "blocks of five tokens, guesses": {"max_num_seqs": 4, "block_size": 5, "num_speculative_tokens": 4},
+    "two ranks that share each layer": {"tensor_parallel_size": 2},
+    "two ranks of 15 layers": {"pipeline_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def greedy(both: Both) -> list[list[int]]:
+    """The answers that the test above holds against Transformers."""
+    with Engine(Model(both.ours, both.tokenizer), max_model_len=128) as engine:
+        found = engine.generate(both.prompts, temperature=0, max_tokens=NEW, ignore_eos=True)
+        # Again, from the blocks that are there.
+        again = engine.generate(both.prompts, temperature=0, max_tokens=NEW, ignore_eos=True)
+    assert sum(completion.cached_tokens for completion in again) > 0
+    answers = [completion.tokens for completion in found]
+    assert [completion.tokens for completion in again] == answers
+    return answers
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_greedy_tokens_are_the_same_however_they_are_computed(
+    both: Both, greedy: list[list[int]], way: dict[str, Any]
+) -> None:
+    model = load(smollm2()) if "parallel" in str(way) else Model(both.ours, both.tokenizer)
+    with Engine(model, max_model_len=128, check_blocks=True, **way) as engine:
+        found = engine.generate(both.prompts, temperature=0, max_tokens=NEW, ignore_eos=True)
+        if "kv_cache_memory" in way:
+            assert engine.stats.preemptions > 0
+        if "num_speculative_tokens" in way:
+            assert engine.stats.accepted_tokens > 0
+    assert [completion.tokens for completion in found] == greedy
 
 
 def test_transformers_own_reading_of_the_gguf_file_gives_the_same_weights(both: Both) -> None:
