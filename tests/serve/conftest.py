@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def model(tokenizer: Tokenizer) -> Model:
     return Model(build(read_spec(CONFIG)), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder."""
+    path = tmp_path_factory.mktemp("served") / "tiny"
+    model.save(path)
+    return path
 
 
 @pytest.fixture

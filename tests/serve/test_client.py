@@ -20,21 +20,14 @@ from treadle.serve.request import Delta, FinishReason, SamplingSettings
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 128, "seed": 1}
 
 
-@pytest.fixture(scope="module")
-def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("served") / "tiny"
-    model.save(path)
-    return path
-
-
 def start(folder: Path, **options: object) -> EngineClient:
     chosen = EngineOptions(str(folder), "float32", "cpu", SETTINGS, **options)  # pyrefly: ignore[bad-argument-type]
     return EngineClient(chosen)
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Generator[EngineClient]:
-    with start(folder) as client:
+def client(tiny_folder: Path) -> Generator[EngineClient]:
+    with start(tiny_folder) as client:
         yield client
 
 
@@ -73,9 +66,9 @@ def test_cancelling_reaches_the_process(client: EngineClient) -> None:
     assert client.generate(["a"], max_tokens=1)[0].tokens
 
 
-def test_a_killed_process_is_named_and_nobody_waits(folder: Path) -> None:
+def test_a_killed_process_is_named_and_nobody_waits(tiny_folder: Path) -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    options = EngineOptions(str(folder), "float32", "cpu", {**SETTINGS, "max_model_len": 128})
+    options = EngineOptions(str(tiny_folder), "float32", "cpu", {**SETTINGS, "max_model_len": 128})
     client = EngineClient(options, told.put)
     deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     (pid,) = client.pids
@@ -92,10 +85,10 @@ def test_a_killed_process_is_named_and_nobody_waits(folder: Path) -> None:
     client.close()
 
 
-def test_a_frozen_process_is_unhealthy_until_it_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_process_is_unhealthy_until_it_goes_on(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treadle.serve.client.PING_EVERY", 0.01)
     monkeypatch.setattr("treadle.serve.client.SILENCE", SILENCE / 20)
-    with start(folder) as client:
+    with start(tiny_folder) as client:
         (pid,) = client.pids
         assert client.unhealthy == ""
         os.kill(pid, signal.SIGSTOP)
@@ -105,9 +98,9 @@ def test_a_frozen_process_is_unhealthy_until_it_goes_on(folder: Path, monkeypatc
         assert client.generate(["a"], max_tokens=1)[0].tokens
 
 
-def test_two_replicas_answer_alike_and_keep_to_their_prefixes(folder: Path) -> None:
+def test_two_replicas_answer_alike_and_keep_to_their_prefixes(tiny_folder: Path) -> None:
     prompt = list(range(100, 180))
-    with start(folder, replicas=2) as client:
+    with start(tiny_folder, replicas=2) as client:
         first = client.generate([prompt], max_tokens=5, temperature=0)
         for _ in range(3):
             client.generate([[7] * 70], max_tokens=5, temperature=0)
@@ -121,8 +114,8 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason(tmp_path: Path
         EngineClient(EngineOptions(str(tmp_path / "missing")))
 
 
-def test_no_process_is_left(folder: Path) -> None:
-    with start(folder) as client:
+def test_no_process_is_left(tiny_folder: Path) -> None:
+    with start(tiny_folder) as client:
         pids = client.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

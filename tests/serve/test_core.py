@@ -45,7 +45,14 @@ def core_of(
     format = KVFormat.of("auto", dtype)
     cache = KVCache(spec, groups, [count + 1 for count in counts], block_size, format)
     tables = BlockTables(groups, counts, block_size)
-    return Core(Model(module), LocalRunner(module, cache, deterministic), tables, Limits(seqs, step, block_size), check=True, **more)
+    return Core(
+        Model(module),
+        LocalRunner(module, cache, deterministic),
+        tables,
+        Limits(seqs, step, block_size),
+        check=True,
+        **more,
+    )
 
 
 @dataclass
