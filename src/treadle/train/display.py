@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from treadle.config.progress import amount_text
@@ -26,8 +26,15 @@ def duration(seconds: float) -> str:
 class Display:
     """Shows a run on stderr. `every` is the time in seconds between two lines where there is no terminal."""
 
-    def __init__(self, total_steps: int, every: float = 5.0, live: bool | None = None) -> None:
-        self.total, self.every = total_steps, every
+    def __init__(
+        self,
+        total_steps: int,
+        every: float = 5.0,
+        live: bool | None = None,
+        notice: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`notice` is asked for what is to stand out in the panel, such as that the run is about to stop."""
+        self.total, self.every, self.notice = total_steps, every, notice
         self.shown = 0.0
         self.losses: list[tuple[float, float]] = []
         self.validation: list[tuple[float, float]] = []
@@ -144,8 +151,9 @@ class _Panel:
         from rich.text import Text
 
         display, record = self.display, self.display.record
+        notice = [Text(display.notice(), style="bold yellow")] if display.notice() else []
         if not record:
-            return Text("the first step ...", style="dim")
+            return Group(Text("the first step ...", style="dim"), *notice)
         head = Table.grid(padding=(0, 1))
         head.add_row(
             Text(f"step {record['step']}/{display.total}", style="bold"),
@@ -160,7 +168,7 @@ class _Panel:
             rows.append(Text(sparkline([loss for _, loss in display.losses], width), style="cyan"))
         if display.now:
             rows.append(Text(f"{display.now} ...", style="dim"))
-        return Group(*rows)
+        return Group(*rows, *notice)
 
     def print(self, text: str) -> None:
         self.console.print(text, markup=False)

@@ -52,14 +52,15 @@ class Signals:
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.pids: list[int] = []
+        self.listening = threading.current_thread() is threading.main_thread()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on: as SIGTERM, on the second Ctrl-C as SIGKILL."""
+        """Pass a signal on: as SIGTERM, which ends workers that do not listen yet too; the second Ctrl-C as SIGKILL."""
         self.asked.append(number)
         again = self.asked.count(signal.SIGINT) > 1
-        if not again and number == signal.SIGINT and sys.stderr.isatty():
-            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
         self.send(signal.SIGKILL if again else signal.SIGTERM)
+        if number == signal.SIGINT:  # so that they can say what it was
+            self.send(signal.SIGINT)
         if again and not self.pids:
             raise KeyboardInterrupt
 
@@ -86,7 +87,13 @@ def _agent(settings_file: Path, processes: int, scratch: str, signals: Signals) 
         """The elastic agent, which says which processes it started."""
 
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            started = super()._start_workers(worker_group)
+            # A terminal sends Ctrl-C to the workers too; until they listen for it they are to ignore it.
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if signals.listening else None
+            try:
+                started = super()._start_workers(worker_group)
+            finally:
+                if signals.listening:
+                    signal.signal(signal.SIGINT, handler)
             signals.started(list(started.values()))
             return started
 
@@ -135,7 +142,7 @@ def _raise_first(scratch: Path, failures: dict[int, Any], asked: list[int]) -> N
 def _passing_on() -> Generator[Signals]:
     """Pass SIGTERM and Ctrl-C on to the workers; elsewhere than in the main thread none is listened for."""
     signals = Signals()
-    if threading.current_thread() is not threading.main_thread():
+    if not signals.listening:
         yield signals
         return
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -51,7 +51,7 @@ class Run:
         self.total = total_steps(settings, self.state.model.spec.parameters_count())
         made_with = {"plan": mesh.plan.axes(), "settings": settings.model_dump(mode="json", by_alias=True)}
         self.keeper = Keeper(settings.run, settings.checkpoint, feed.tokenizer, made_with)
-        self.reporter = Reporter(settings, mesh, self.total)
+        self.reporter = Reporter(settings, mesh, self.total, lambda: stop.notice)
         self.data: Generator[list[PackedBatch]] | None = None
         self.loss: float | None = None
         self.validation_loss: float | None = None

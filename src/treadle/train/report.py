@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -35,8 +35,8 @@ OUTCOME = "outcome.json"
 class Reporter:
     """Tells of a run of `total` steps. On other ranks than the first it does nothing."""
 
-    def __init__(self, settings: RunSettings, mesh: Mesh, total: int) -> None:
-        self.settings, self.mesh, self.total = settings, mesh, total
+    def __init__(self, settings: RunSettings, mesh: Mesh, total: int, notice: Callable[[], str] = lambda: "") -> None:
+        self.settings, self.mesh, self.total, self.notice = settings, mesh, total, notice
         self.sinks: Sinks | None = None
         self.display: Display | None = None
         self.recent: list[float] = []
@@ -48,7 +48,7 @@ class Reporter:
         if not self.mesh.first:
             return
         self._open_sinks(state)
-        self.display = Display(self.total)
+        self.display = Display(self.total, notice=self.notice)
         for record in read_metrics(self.settings.run / "metrics.jsonl"):
             self.display.remember(record)
         for line in summary:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
-# Set for workers that a Treadle launcher started: it passes SIGTERM on, and Ctrl-C reaches them only through it.
+# Set for workers that a Treadle launcher started, which passes signals on and knows when to end them.
 LAUNCHED = "TREADLE_LAUNCHED"
 
 
@@ -25,11 +24,16 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             self.interrupts += 1
+            # Of several ranks the launcher ends all; what it passes on may arrive more than once.
             if self.interrupts > 1 and LAUNCHED not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
                 raise KeyboardInterrupt
-            if not self.reason and sys.stderr.isatty():
-                os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
-        self.reason = self.reason or f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}"
+            self.reason = "stopped by Ctrl-C"
+        self.reason = self.reason or "stopped by SIGTERM"
+
+    @property
+    def notice(self) -> str:
+        """What a person is told meanwhile; empty until there is something to tell."""
+        return "stopping after this step, with a checkpoint; Ctrl-C again ends at once" if self.reason else ""
 
 
 @contextlib.contextmanager
@@ -43,10 +47,7 @@ def listening() -> Generator[StopRequest]:
     numbers = (signal.SIGTERM, signal.SIGINT)
     try:
         for number in numbers:
-            before[number] = signal.signal(
-                number,
-                signal.SIG_IGN if number == signal.SIGINT and LAUNCHED in os.environ else request._on_signal,
-            )
+            before[number] = signal.signal(number, request._on_signal)
         yield request
     finally:
         for number, handler in before.items():
