@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +87,20 @@ def gone(processes: list[psutil.Process]) -> bool:
     return all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in processes)
 
 
+# Makes standard input the controlling terminal, as a login does, and becomes the program that is named.
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def read_all(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(descriptor, 1 << 16):
+            pass
+
+
 ENDLESS = {"train": {"steps": 100_000, "batch_tokens": 384, "precision": "fp32", "device": "cpu"}}
 
 
@@ -117,6 +135,27 @@ def test_a_stopped_run_saves_and_ends_well_and_goes_on(tmp_path: Path, corpus: P
     code, output = end(start(run_file, f"train.steps={done + 2}"))
     assert code == 0 and f"resumed  at step {done}" in output
     assert steps_done(run_file) >= done + 2
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path, corpus: Path, nproc: int) -> None:
+    run_file = write(tmp_path, corpus, **ENDLESS, nproc=nproc)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", OWN_TERMINAL, sys.executable, "-m", "treadle", "train", str(run_file)]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT, start_new_session=True
+    )
+    os.close(theirs)
+    reader = threading.Thread(target=lambda: read_all(ours))
+    reader.start()
+    until(lambda: steps_done(run_file) > 2)
+    ranks = workers(process)
+    os.close(ours)
+    assert process.wait(60) == 0
+    until(lambda: gone(ranks), 10)
+    assert latest_good(tmp_path / "run").step == steps_done(run_file)
+    assert "SIGHUP" in json.loads((tmp_path / "run" / "outcome.json").read_text())["reason"]
+    reader.join(10)
 
 
 def test_a_signal_before_training_begins_ends_the_run_too(tmp_path: Path, corpus: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 
 import pytest
@@ -80,3 +81,21 @@ def test_the_curve_of_a_very_long_run_stays_small() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59, "59 s"), (200, "3 min 20 s"), (18_600, "5 h 10 min")])
 def test_times_are_for_reading(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_nobody_need_be_there_to_see_it(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    silenced: list[int] = []
+    monkeypatch.setattr(module, "silence", silenced.extend)
+    display = Display(total_steps=2, live=live)
+    monkeypatch.setattr("sys.stderr", Gone())
+    if display.panel is not None:
+        display.panel.console.file = Gone()
+    display.step(1, RECORD)
+    display.say("a line")
+    assert silenced and set(silenced) == {2}
+    display.finish(["the end"])

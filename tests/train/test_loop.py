@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.train.runs import go, metrics, run_settings, tensors, write_run_corpus
 from treadle.config import TreadleError, UserError
+from treadle.train import precision
 from treadle.train.feed import Feed, open_feed
+from treadle.train.report import Reporter
 from treadle.train.settings import DataSettings
+from treadle.train.state import TrainState
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
@@ -24,14 +28,14 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"), [("adamw", "fp32"), ("muon", "bf16"), ("adamw", "fp16")], ids=lambda value: str(value)
+    ("optimizer", "dtype"), [("adamw", "fp32"), ("muon", "bf16"), ("adamw", "fp16")], ids=lambda value: str(value)
 )
 def test_half_the_steps_and_a_resume_are_all_the_steps_bit_for_bit(
-    tmp_path: Path, run_corpus: Path, optimizer: str, precision: str
+    tmp_path: Path, run_corpus: Path, optimizer: str, dtype: str
 ) -> None:
     changes: dict[str, Any] = {
         "optimizer": {"name": optimizer},
-        "train": {"precision": precision, "microbatch_tokens": 192},
+        "train": {"precision": dtype, "microbatch_tokens": 192},
         "evaluation": {"every": 2},
     }
     whole = run_settings(tmp_path / "whole", run_corpus, **changes)
@@ -118,11 +122,12 @@ class Poisoned(Feed):
     """Data in which the losses of some global samples are not numbers."""
 
     bad: range = range(0)
+    poison = math.inf
 
     def steps(self, cursor: int, cut: Any, mesh: Any) -> Iterator[Any]:
         for batch in super().steps(cursor, cut, mesh):
             if cursor in self.bad:
-                batch[0].token_weights[:] = math.inf
+                batch[0].token_weights[:] = self.poison
             yield batch
             cursor += cut.global_samples
 
@@ -173,6 +178,58 @@ def test_kernels_that_do_not_run_are_said_at_the_start(
     monkeypatch.setenv("TREADLE_KERNELS", "reference")
     go(run_settings(tmp_path / "run", run_corpus, train={"steps": 1}, schedule={"warmup_steps": 0}))
     assert "operators run on their references: TREADLE_KERNELS=reference leaves it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("checkpoints", [0, 2])
+def test_time_that_a_rewind_discards_has_passed(
+    tmp_path: Path, run_corpus: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: int
+) -> None:
+    seen: list[float] = []
+    step = Reporter.step
+
+    def note(self: Reporter, state: TrainState, *given: Any) -> None:
+        seen.append(state.counters.seconds)
+        step(self, state, *given)
+
+    monkeypatch.setattr(Reporter, "step", note)
+    started = time.perf_counter()
+    tree = run_settings(tmp_path / "run", run_corpus, spikes={"policy": "rewind"}, checkpoint={"every": checkpoints})
+    go(tree, feed=poisoned(run_corpus, range(36, 48)))
+    # Steps 1 to 4, then those after the rewind: the clock never goes back, and is that of the wall.
+    assert len(seen) == 4 + 6 - checkpoints
+    assert seen == sorted(seen)
+    assert seen[-1] <= time.perf_counter() - started
+
+
+@pytest.mark.parametrize("why", ["overflow", "no weight"])
+def test_a_run_that_applied_no_update_is_an_error(
+    tmp_path: Path, run_corpus: Path, monkeypatch: pytest.MonkeyPatch, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feed = None
+    if why == "overflow":
+        monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**120)
+        says = r"every update of its 6 steps was skipped, the last because the gradients overflowed .*precision=bf16"
+    else:
+        feed = poisoned(run_corpus, range(100))
+        monkeypatch.setattr(Poisoned, "poison", 0.0)
+        says = r"was skipped, the last because no token of the batch has a weight; prepare data in which something"
+    tree = run_settings(tmp_path / "run", run_corpus, train={"precision": "fp16" if why == "overflow" else "fp32"})
+    with pytest.raises(TreadleError, match=says) as caught:
+        go(tree, feed=feed)
+    assert caught.value.exit_code == 1
+    assert "warning  6 of 6 updates were skipped" in capsys.readouterr().err
+    # Found finished, it is no better; with more steps it goes on, and one update is enough.
+    with pytest.raises(TreadleError, match=r"every update of its 6 steps was skipped; metrics.jsonl says why"):
+        go(tree)
+    if why == "no weight":
+        assert go({**tree, "train": {**tree["train"], "steps": 7}}).step == 7
+        assert "warning  6 of 7 updates were skipped" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_may_have_applied_none(tmp_path: Path, run_corpus: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**120)
+    tree = run_settings(tmp_path / "run", run_corpus, train={"precision": "fp16"})
+    assert go(tree, interrupt_at=2).reason == "interrupted"
 
 
 def test_a_spike_before_any_checkpoint_rewinds_to_the_beginning(tmp_path: Path, run_corpus: Path) -> None:

@@ -48,3 +48,14 @@ def test_another_thread_than_the_main_one_listens_to_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [("", before)]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sighup_is_a_request_unless_nohup_has_it_ignored(ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason == ("" if ignored else "stopped by SIGHUP (the terminal was closed)")
+    finally:
+        signal.signal(signal.SIGHUP, before)

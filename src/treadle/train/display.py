@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from treadle.config.progress import amount_text
 from treadle.train.curve import sparkline, terminal_curve
+from treadle.train.signals import silence
 
 MOST_POINTS = 20_000
 
@@ -63,10 +65,20 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        if self.panel is not None:
-            self.panel.print(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        with self._to_whom_it_concerns():
+            if self.panel is not None:
+                self.panel.print(text)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _to_whom_it_concerns(self) -> Generator[None]:
+        """A terminal that was closed, or the reader of a pipe that has ended, is no reason to end the run."""
+        try:
+            yield
+        except OSError:
+            self.panel = None
+            silence([2])
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Show what a step measured."""
@@ -117,19 +129,17 @@ class Display:
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self.panel is not None:
-            self.panel.close()
+            with self._to_whom_it_concerns():
+                self.panel.close()
             self.panel = None
 
     def finish(self, lines: list[str]) -> None:
         """Draw the whole curve, and print `lines` below it."""
         self.close()
         width = min(72, shutil.get_terminal_size().columns - 14)
-        if width >= 20:
-            for line in terminal_curve(self.losses, width):
-                print(line, file=sys.stderr)
-        for line in lines:
-            print(line, file=sys.stderr)
-        sys.stderr.flush()
+        curve = terminal_curve(self.losses, width) if width >= 20 else []
+        with self._to_whom_it_concerns():
+            print("\n".join([*curve, *lines]), file=sys.stderr, flush=True)
 
 
 class _Panel:

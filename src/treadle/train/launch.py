@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from treadle.config import TreadleError, UserError
-from treadle.train.signals import LAUNCHED
+from treadle.train.signals import LAUNCHED, heard, silence, terminals
 from treadle.train.worker import FAILURE_FILE
 
 # How long workers may take to end once one of them has failed; then they are killed.
@@ -27,7 +27,7 @@ SECONDS_TO_END = 5
 def launch(settings_file: Path, processes: int) -> None:
     """Run the settings in `settings_file` on so many local processes and return when all have ended well.
 
-    SIGTERM and Ctrl-C are passed on, so that the workers finish their step and save; a second Ctrl-C kills them.
+    SIGTERM, SIGHUP and Ctrl-C are passed on, so that the workers finish their step and save; a second Ctrl-C ends them.
     Raises UserError or TreadleError with the sentence of the first worker that failed.
     """
     with _passing_on() as signals, tempfile.TemporaryDirectory(prefix="treadle-run-") as scratch, _quiet():
@@ -53,14 +53,17 @@ class Signals:
         self.asked: list[int] = []
         self.pids: list[int] = []
         self.listening = threading.current_thread() is threading.main_thread()
+        self.terminals = terminals()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on: as SIGTERM, which ends workers that do not listen yet too; the second Ctrl-C as SIGKILL."""
         self.asked.append(number)
         again = self.asked.count(signal.SIGINT) > 1
+        if number == signal.SIGHUP:
+            silence(self.terminals)
         self.send(signal.SIGKILL if again else signal.SIGTERM)
-        if number == signal.SIGINT:  # so that they can say what it was
-            self.send(signal.SIGINT)
+        if number != signal.SIGTERM:  # so that they can say what it was
+            self.send(signal.Signals(number))
         if again and not self.pids:
             raise KeyboardInterrupt
 
@@ -140,16 +143,16 @@ def _raise_first(scratch: Path, failures: dict[int, Any], asked: list[int]) -> N
 
 @contextlib.contextmanager
 def _passing_on() -> Generator[Signals]:
-    """Pass SIGTERM and Ctrl-C on to the workers; elsewhere than in the main thread none is listened for."""
+    """Pass what asks the run to stop on to the workers; elsewhere than in the main thread none is listened for."""
     signals = Signals()
     if not signals.listening:
         yield signals
         return
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = heard()
     before = [signal.signal(number, signals.on_signal) for number in numbers]
     try:
-        # The agent's own handlers would give workers 30 seconds, whatever they are saving.
-        with _environment({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}):
+        # The agent's own handlers would give workers 30 seconds, whatever they are saving, and undo nohup.
+        with _environment({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}):
             yield signals
     finally:
         for number, handler in zip(numbers, before, strict=True):

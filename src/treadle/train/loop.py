@@ -56,6 +56,7 @@ class Run:
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.evaluated_step = -1
+        self.left_out = "; metrics.jsonl says why"
         self.clock = 0.0
 
     def go(self) -> Outcome:
@@ -81,7 +82,10 @@ class Run:
             self.reporter.close()
         step, folder = self.state.counters.step, self.settings.run
         outcome = Outcome(decision.reason, step, self.loss, self.validation_loss, folder / "checkpoints" / "latest")
-        self.reporter.finish({**asdict(outcome), "checkpoint": str(outcome.checkpoint)}, closing(outcome))
+        skipped = self.state.counters.skipped_steps
+        self.reporter.finish({**asdict(outcome), "checkpoint": str(outcome.checkpoint)}, closing(outcome, skipped))
+        if skipped == step > 0 and not decision.interrupted:
+            raise TreadleError(f"the run learnt nothing: every update of its {step} steps was skipped{self.left_out}")
         return outcome
 
     def _steps(self) -> stopping.Decision:
@@ -151,6 +155,8 @@ class Run:
         now = time.perf_counter()
         counters.seconds, self.clock = counters.seconds + now - self.clock, now
         counters.skipped_steps += bool(result.skipped)
+        if result.skipped:
+            self.left_out = f", the last because {result.skipped}; {WAYS_OUT[why_skipped(result)]}"
         state.scaler = next_scaler(state.scaler, self.settings.train.precision, result.overflowed)
         if not result.overflowed and result.weight:
             state.spikes = spikes.after_step(
@@ -160,18 +166,20 @@ class Run:
 
     def _rewind(self, reason: str) -> None:
         """Go back to the last checkpoint, or to the beginning, and on with the data behind that of the spike."""
-        at, cursor, rewinds = self.state.counters.step, self.state.counters.cursor, self.state.spikes.rewinds + 1
+        counters, rewinds = self.state.counters, self.state.spikes.rewinds + 1
         self._close_data()
         self.keeper.finish()
         if not self.keeper.restore(self.state):
             fresh = build_state(self.settings, self.feed, self.mesh)
             vars(self.state).update(vars(fresh))
-        self.state.counters.cursor, self.state.spikes.rewinds = cursor, rewinds
+        # Data and time are used up, whatever came of them.
+        self.state.counters.cursor, self.state.counters.seconds = counters.cursor, counters.seconds
+        self.state.spikes.rewinds = rewinds
         # A step that is taken again is measured again.
-        self.evaluated_step = -1
+        self.loss, self.evaluated_step = None, -1
         self.reporter.rewound(self.state)
         back = f"back to step {self.state.counters.step}, leaving out the data in between"
-        self.reporter.say(f"step {at}: {reason}; {back}")
+        self.reporter.say(f"step {counters.step}: {reason}; {back}")
 
     def _evaluate(self) -> None:
         started, state = time.perf_counter(), self.state
@@ -226,11 +234,24 @@ def summary(run: Run) -> list[str]:
     ]
 
 
-def closing(outcome: Outcome) -> list[str]:
-    """Return how a run ended, for a person."""
+WAYS_OUT = {
+    "overflow": "set train.precision=bf16, or allow more steps: the loss scale is halved until the gradients fit",
+    "weight": "prepare data in which something is learnt (of chats that is the answers)",
+    "spike": "lower optimizer.lr, or set spikes.policy to off",
+}
+
+
+def why_skipped(result: StepResult) -> str:
+    """Return which of WAYS_OUT a skipped update leaves."""
+    return "overflow" if result.overflowed else "spike" if result.weight else "weight"
+
+
+def closing(outcome: Outcome, skipped: int) -> list[str]:
+    """Return how a run ended, `skipped` of its updates left out, for a person."""
     losses = [f"loss {outcome.loss:.4f}"] if outcome.loss is not None else []
     losses += [f"validation loss {outcome.validation_loss:.4f}"] if outcome.validation_loss is not None else []
     return [
         f"ended at step {outcome.step}: {outcome.reason}" + (f"; {', '.join(losses)}" if losses else ""),
+        *([f"warning  {skipped} of {outcome.step} updates were skipped"] if skipped else []),
         f"checkpoint {outcome.checkpoint}",
     ]
