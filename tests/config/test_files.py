@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 
 import pytest
 
-from treadle.config import TreadleError, UserError
+from tests.kills import kills
+from treadle.config import TreadleError, UserError, files
 from treadle.config.files import (
     atomic_folder,
     disk_errors,
@@ -112,3 +114,54 @@ def test_places_that_are_none(tmp_path: Path) -> None:
             write_atomically(place, b"x")
         with pytest.raises(UserError, match="is no place to write to"), atomic_folder(place):
             pass
+
+
+@pytest.mark.parametrize("exchanging", [True, False])
+def test_killed_at_any_moment_a_replaced_folder_is_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
+) -> None:
+    if exchanging and sys.platform != "linux":
+        pytest.skip("only Linux exchanges two names")
+    if not exchanging:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    target = tmp_path / "out"
+
+    def make(text: str) -> None:
+        with atomic_folder(target, replace=True) as folder:
+            (folder / "a").write_text(text)
+            (folder / "b").write_text(text)
+
+    def found() -> str:
+        return "+".join((target / name).read_text() for name in ("a", "b")) if target.exists() else "nothing"
+
+    make("old")
+    seen = set()
+    for _ in kills(lambda: make("new"), (files, "_exchange"), (files, "sync_folder"), (files, "sync_tree")):
+        seen.add(found())
+        remove_leftovers(tmp_path)
+        assert found() in ("old+old", "new+new")
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        make("old")
+    # Only where two names cannot be exchanged is there a moment without a folder.
+    assert seen == {"old+old", "new+new"} | (set() if exchanging else {"nothing"})
+
+
+def test_what_made_way_is_put_back_by_the_next_writer(tmp_path: Path) -> None:
+    (tmp_path / ".out.77.old").mkdir()
+    (tmp_path / ".out.77.old" / "a").write_text("old")
+    (tmp_path / ".out.more.78.old").mkdir()  # of another folder, out.more
+    with pytest.raises(UserError, match="out already exists"), atomic_folder(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out" / "a").read_text() == "old"
+    assert remove_leftovers(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.more"]
+
+
+def test_a_folder_takes_the_place_of_a_file_or_a_link(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("link", "file"):
+        with atomic_folder(tmp_path / name, replace=True) as folder:
+            (folder / "a").touch()
+    made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert made == ["file", "file/a", "link", "link/a"]

@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kills import kills
 from treadle.config import TreadleError, UserError, parse_settings
 from treadle.data import journal, pool, reading, sources
 from treadle.data import prepare as module
@@ -280,18 +281,6 @@ def test_a_corpus_stays_until_the_one_that_replaces_it_is_complete(
     assert contents(out) == contents(tmp_path / "fresh") | {"notes.md": b"mine"}
 
 
-def in_a_child(work: Callable[[], object]) -> int:
-    """Run `work` in a copy of this process and return how that ended."""
-    child = os.fork()
-    if not child:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_killed_at_any_file_operation_the_new_corpus_takes_its_place_later(tmp_path: Path, tokenizer: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -302,27 +291,7 @@ def test_killed_at_any_file_operation_the_new_corpus_takes_its_place_later(tmp_p
     kept, whole = contents(tmp_path / "out"), tmp_path / "whole"
     prepare(new.model_copy(update={"out": whole}))
     states = set()
-    for place in range(1000):
-
-        def killed_there(place: int = place) -> None:
-            count = iter(range(10**6))
-
-            def dying(call: Callable) -> Callable:
-                def then(*given: object, **named: object) -> object:
-                    if next(count) == place:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return call(*given, **named)
-
-                return then
-
-            for name in ("replace", "rename", "unlink", "rmdir"):
-                setattr(os, name, dying(getattr(os, name)))
-            prepare(new.model_copy(update={"overwrite": True}))
-
-        code = in_a_child(killed_there)
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
+    for _ in kills(lambda: prepare(new.model_copy(update={"overwrite": True}))):
         out = {name: data for name, data in contents(tmp_path / "out").items() if not name.startswith(".preparing/")}
         if "manifest.json" in out:
             assert out in (kept, contents(whole))

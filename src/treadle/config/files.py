@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import glob
 import json
 import os
 import re
@@ -17,7 +19,7 @@ from treadle.config.errors import TreadleError, UserError
 
 MAX_JSON_BYTES = 64 << 20
 
-_LEFTOVER = re.compile(r"\..+\.[0-9]+(-[0-9a-f]{8})?\.(tmp|gone)")
+_LEFTOVER = re.compile(r"\.(.+)\.[0-9]+(?:-[0-9a-f]{8})?\.(tmp|gone|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries written in Rust (safetensors, tokenizers) hand the number on in words only.
 _FULL_IN_WORDS = re.compile(r"\(os error (28|122)\)")
@@ -59,8 +61,12 @@ def atomic_folder(target: str | Path, replace: bool = False) -> Generator[Path]:
     What it holds is flushed to disk before the rename. On an error, Ctrl-C included, it is removed. With `replace` a
     `target` that is there makes way at the very end; else UserError is raised where it is not empty. Raises
     TreadleError when the disk is full.
+
+    To replace, the two folders change places in one operation of the file system. Where it has none, a kill between two
+    renames leaves the old one aside, and the next `atomic_folder` or `remove_leftovers` there puts it back.
     """
     target = Path(target)
+    _put_back(target)
     if not replace and os.path.exists(target) and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} already exists; choose another folder or remove it")
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -70,43 +76,77 @@ def atomic_folder(target: str | Path, replace: bool = False) -> Generator[Path]:
             aside.mkdir(parents=True)
             yield aside
             sync_tree(aside)
-            if target.exists():
-                _move_away(target)
-            os.rename(aside, target)
+            old = None
+            if os.path.lexists(target) and not _exchange(aside, target):
+                old = target.with_name(f".{target.name}.{os.getpid()}.old")
+                os.rename(target, old)
+            if not os.path.lexists(target):
+                os.rename(aside, target)
             sync_folder(target.parent)
-            shutil.rmtree(_gone(target), ignore_errors=True)
+            if old is not None:
+                _remove(old)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two files or folders change places in one operation, and return whether the system has it (Linux has)."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of linux/fcntl.h and linux/fs.h
+    if rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # not on this file system
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def _put_back(target: Path) -> None:
+    """Put a folder back that made way for another, where a kill kept that from taking its place."""
+    if os.path.lexists(target) or not target.parent.is_dir():
+        return
+    for path in sorted(target.parent.glob(f".{glob.escape(target.name)}.*.old")):
+        if (found := _LEFTOVER.fullmatch(path.name)) and found[1] == target.name:
+            os.rename(path, target)
+            return
+
+
+def _remove(path: Path) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def remove_folder(target: str | Path) -> None:
     """Remove a folder so that it is never seen half removed: rename it, then delete it."""
-    _move_away(Path(target))
-    shutil.rmtree(_gone(Path(target)), ignore_errors=True)
-
-
-def _gone(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}.gone")
-
-
-def _move_away(target: Path) -> None:
-    shutil.rmtree(_gone(target), ignore_errors=True)
-    os.rename(target, _gone(target))
+    target = Path(target)
+    gone = target.with_name(f".{target.name}.{os.getpid()}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(target, gone)
     sync_folder(target.parent)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_leftovers(parent: str | Path) -> list[str]:
     """Remove what a killed process left aside in `parent` (of `atomic_folder`, `remove_folder`, `write_atomically`).
 
-    Only for a folder that no other process writes into. Returns the names that were removed.
+    A folder that had made way for one that did not come is put back. Only for a folder that no other process writes
+    into. Returns the names that were removed.
     """
-    found = [path for path in sorted(Path(parent).glob(".*")) if _LEFTOVER.fullmatch(path.name)]
-    for path in found:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    return [path.name for path in found]
+    removed = []
+    for path in sorted(Path(parent).glob(".*")):
+        if found := _LEFTOVER.fullmatch(path.name):
+            if found[2] == "old":
+                _put_back(path.with_name(found[1]))
+            if os.path.lexists(path):
+                removed.append(path.name)
+                _remove(path)
+    return removed
 
 
 def sync_tree(folder: Path) -> None:
