@@ -7,7 +7,7 @@ off. What cannot be decided here counts as able to end; the answer is then still
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 MAX_ROUNDS = 64  # a chain of references that is longer is not followed to its end
@@ -116,7 +116,7 @@ def lark_is_endless(text: str) -> bool:
     rules = _rules(text)
     ending: set[str] = set()
     for _ in range(MAX_ROUNDS):
-        found = {name for name, body in rules.items() if name not in ending and _Body(body, ending, set(rules)).ends()}
+        found = {name for name, body in rules.items() if name not in ending and _Body(body, ending, rules).ends()}
         if not found:
             return "start" in rules and "start" not in ending
         ending |= found
@@ -145,7 +145,7 @@ def _rules(text: str) -> dict[str, list[tuple[str, str]]]:
 class _Body:
     """Reads the tokens of one rule: alternatives of sequences of items, each perhaps repeated."""
 
-    def __init__(self, tokens: list[tuple[str, str]], ending: set[str], rules: set[str]) -> None:
+    def __init__(self, tokens: list[tuple[str, str]], ending: set[str], rules: Container[str]) -> None:
         self.tokens, self.ending, self.rules = tokens, ending, rules
 
     def ends(self) -> bool:

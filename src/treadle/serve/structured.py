@@ -22,6 +22,7 @@ from torch import Tensor
 
 from treadle.config import TreadleError, UserError
 from treadle.model.tokenizer import Tokenizer
+from treadle.serve.grammar_guard import Guard, is_plain
 from treadle.serve.grammars import llguidance_grammar
 from treadle.serve.request import Grammar
 
@@ -54,27 +55,38 @@ class Matcher:
 
         Raises TreadleError where no token can follow, or the grammar takes more work than is allowed.
         """
-        bits = np.packbits(self._allowed(), bitorder="little")
+        bits = np.packbits(~self._refused(), bitorder="little")
         words = np.zeros(len(row), np.int32)
         words.view(np.uint8)[: len(bits)] = bits[: words.nbytes]
         row.copy_(torch.from_numpy(words))
 
     def mask(self, logits: Float[Tensor, "V"]) -> None:
         """Set the logits of the tokens that may not follow to -inf, in place. Raises TreadleError as `fill_mask`."""
-        allowed = self._allowed()
-        refused = torch.ones(len(logits), dtype=torch.bool)
-        refused[: len(allowed)] = torch.from_numpy(allowed == 0)[: len(logits)]
-        logits.masked_fill_(refused.to(logits.device), -torch.inf)
+        refused = self._refused()
+        count = np.count_nonzero(refused)
+        # Mostly few tokens may follow, or few may not: then only those few are touched one by one.
+        if 8 * (len(refused) - count) < len(refused):
+            kept = torch.from_numpy(np.flatnonzero(~refused)).to(logits.device)
+            values = logits[kept]
+            logits.fill_(-torch.inf)
+            logits[kept] = values
+            return
+        if 8 * count < len(refused):
+            logits[torch.from_numpy(np.flatnonzero(refused)).to(logits.device)] = -torch.inf
+        else:
+            logits[: len(refused)].masked_fill_(torch.from_numpy(refused).to(logits.device), -torch.inf)
+        logits[len(refused) :] = -torch.inf
 
-    def _allowed(self) -> np.ndarray:
-        """Return one byte a token of the tokenizer: 1 where it may follow."""
+    def _refused(self) -> np.ndarray:
+        """Return one bool a token of the tokenizer: whether it may not follow."""
         words = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         if self._state.is_error():
             raise TreadleError(f"the answer cannot go on within its grammar: {_reason(self._state.get_error())}")
-        bits = np.unpackbits(words, count=min(8 * len(words), self._vocabulary), bitorder="little")
-        if self._ended or not bits.any():
+        count = min(8 * len(words), self._vocabulary)
+        refused = np.unpackbits(~words, count=count, bitorder="little").view(np.bool_)
+        if self._ended or refused.all():
             raise TreadleError("the answer cannot go on within its grammar: nothing can follow")
-        return bits
+        return refused
 
     def accept(self, token: int) -> bool:
         """Go on by `token`. Returns False, and stays, where the grammar does not allow it."""
@@ -113,9 +125,9 @@ class _View:
         if not ends:  # llguidance wants one; this one is cut from every mask
             ends = [len(tokens)]
             tokens.append(b"")
-        special = set(tokenizer.special_ids) | set(ends)
-        wrapped = _Wrapped(tokenizer, tokens, sorted(special), ends[0])
-        self.backend = llguidance.LLTokenizer(wrapped, eos_token=ends)  # pyrefly: ignore
+        special = sorted(set(tokenizer.special_ids) | set(ends))
+        self.guard = Guard(tokens, special, ends)
+        self.backend = llguidance.LLTokenizer(_Wrapped(tokenizer, tokens, special, ends[0]), eos_token=ends)  # pyrefly: ignore
 
 
 class _Wrapped:
@@ -200,6 +212,8 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer, view: _View) -> llguidance.
         text = llguidance_grammar(grammar, tokenizer)
     except ValueError as error:
         raise UserError(f"the {what} is refused: {_reason(str(error))}") from error
+    if not is_plain(grammar) and (refusal := view.guard.refusal(text)) and "NoExtension" not in refusal:
+        raise UserError(f"the {what} is refused: {_reason(refusal)}")
     state = llguidance.LLMatcher(view.backend, text, log_level=0, limits=_LIMITS)
     if state.is_error():
         raise UserError(f"the {what} is refused: {_reason(state.get_error())}")
