@@ -107,7 +107,8 @@ class Engine(EngineInterface):
 
     def hand_over(self, prepared: Prepared, deliver: Callable[[Delta], None]) -> Ticket:
         """Queue what was prepared. Raises TreadleError once the engine is closing or has failed."""
-        matcher = self.matcher(prepared.settings)  # may take a while: not in the engine's thread, and under no lock
+        # This may take a while: not in the engine's thread, and under no lock.
+        matcher = self.matcher(prepared.settings, checked=True)
         with self._changed:
             if self._refusing:
                 raise TreadleError(self._refusing)

@@ -130,15 +130,18 @@ class EngineInterface(ABC):
         ends = () if settings.ignore_eos or self.tokenizer is None else self.tokenizer.eos_ids
         return Prepared(tokens, settings, max_tokens, frozenset((*settings.stop_token_ids, *ends)))
 
-    def matcher(self, settings: SamplingSettings) -> Matcher | None:
-        """Return a matcher at the beginning of the settings' grammar. Raises UserError for an impossible one."""
+    def matcher(self, settings: SamplingSettings, checked: bool = False) -> Matcher | None:
+        """Return a matcher at the beginning of the settings' grammar, which is known to be good where it is `checked`.
+
+        Raises UserError for an impossible one.
+        """
         if settings.grammar is None:
             return None
         from treadle.serve.structured import compile_grammar
 
         if self.tokenizer is None:
             raise UserError("the model has no tokenizer, so its answers cannot follow a grammar")
-        return compile_grammar(settings.grammar, self.tokenizer, self.spec.vocabulary)
+        return compile_grammar(settings.grammar, self.tokenizer, self.spec.vocabulary, checked)
 
     def _resolve_max_tokens(self, prompt_tokens: int, settings: SamplingSettings) -> int:
         room = self.max_model_len - prompt_tokens

@@ -106,13 +106,14 @@ class Matcher:
             raise TreadleError(f"the grammar cannot be rolled back: {_reason(self._state.get_error())}")
 
 
-def compile_grammar(grammar: Grammar, tokenizer: Tokenizer, vocabulary: int) -> Matcher:
+def compile_grammar(grammar: Grammar, tokenizer: Tokenizer, vocabulary: int, checked: bool = False) -> Matcher:
     """Return a matcher at the beginning of `grammar` for logits of `vocabulary` columns.
 
     Tokens that the tokenizer does not have are never allowed; end tokens are where the grammar may end. Compiled
-    grammars are kept, so that a second call is cheap. Raises UserError where the grammar is wrong or impossible.
+    grammars are kept, so that a second call is cheap. `checked` says that this was done before, by another process.
+    Raises UserError where the grammar is wrong or impossible.
     """
-    return _COMPILED.get(grammar, tokenizer, vocabulary)
+    return _COMPILED.get(grammar, tokenizer, vocabulary, checked)
 
 
 class _View:
@@ -181,7 +182,7 @@ class _Compiled:
         self._views: weakref.WeakKeyDictionary[Tokenizer, _View] = weakref.WeakKeyDictionary()
         self._kept: OrderedDict[tuple[int, Grammar], tuple[_View, llguidance.LLMatcher]] = OrderedDict()
 
-    def get(self, grammar: Grammar, tokenizer: Tokenizer, vocabulary: int) -> Matcher:
+    def get(self, grammar: Grammar, tokenizer: Tokenizer, vocabulary: int, checked: bool) -> Matcher:
         view = self.view(tokenizer)
         key = (id(view), grammar)
         with self._lock:
@@ -189,7 +190,7 @@ class _Compiled:
             if found is not None:
                 self._kept.move_to_end(key)
                 return Matcher(found[1].deep_copy(), view.ends, min(view.vocabulary, vocabulary))
-        state = _compile(grammar, tokenizer, view)
+        state = _compile(grammar, tokenizer, view, checked)
         with self._lock:
             self._kept[key] = (view, state)  # the view is kept too, so that its id stays its own
             while len(self._kept) > MAX_KEPT:
@@ -206,13 +207,13 @@ class _Compiled:
 _COMPILED = _Compiled()
 
 
-def _compile(grammar: Grammar, tokenizer: Tokenizer, view: _View) -> llguidance.LLMatcher:
+def _compile(grammar: Grammar, tokenizer: Tokenizer, view: _View, checked: bool) -> llguidance.LLMatcher:
     what = _NAMES[grammar.kind]
     try:
         text = llguidance_grammar(grammar, tokenizer)
     except ValueError as error:
         raise UserError(f"the {what} is refused: {_reason(str(error))}") from error
-    if not is_plain(grammar) and (refusal := view.guard.refusal(text)) and "NoExtension" not in refusal:
+    if not checked and not is_plain(grammar) and (refusal := view.guard.refusal(text)) and "NoExtension" not in refusal:
         raise UserError(f"the {what} is refused: {_reason(refusal)}")
     state = llguidance.LLMatcher(view.backend, text, log_level=0, limits=_LIMITS)
     if state.is_error():
