@@ -22,7 +22,12 @@ WEATHER: Any = {
     "function": {
         "name": "weather",
         "description": "Tells the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Bonn"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Bonn"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
 }
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}

@@ -18,7 +18,12 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 WEATHER: Any = {
     "name": "weather",
     "description": "Tells the weather.",
-    "input_schema": {"type": "object", "properties": {"city": {"enum": ["Rome", "Bonn"]}}, "required": ["city"]},
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Bonn"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
 }
 
 

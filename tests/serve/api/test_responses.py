@@ -19,7 +19,12 @@ WEATHER: Any = {
     "type": "function",
     "name": "weather",
     "description": "Tells the weather.",
-    "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Bonn"]}}, "required": ["city"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Bonn"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
     "strict": True,
 }
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
