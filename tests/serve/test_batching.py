@@ -85,6 +85,28 @@ def test_max_size_caps_the_sequences() -> None:
     assert max(len(decision.run) for decision, _ in result.steps) == 3
 
 
+def test_prompts_are_never_split_where_that_is_off() -> None:
+    policy = DynamicBatchPolicy(BatchSettings(max_size=3))
+    result = simulate(policy, saturated(30, 2), Limits(8, 4096, 16, chunked=False), linear)
+    assert len(result.first) == 30
+    prompts = sorted(piece.tokens for decision, _ in result.steps for piece in decision.run if piece.tokens > 1)
+    assert prompts == sorted(one.prompt for one in saturated(30, 2))
+
+
+def test_what_a_guess_costs_is_that_of_a_step_of_answers() -> None:
+    """A long prompt in the last step does not make guesses look cheap."""
+    policy, one, step = BatchPolicy(), StepWork.of(100, 1, 1), StepWork()
+    for place in range(400):
+        step = sum([one] * (place % 8 + 1), StepWork())
+        policy.observe(step, linear(step))
+    before = policy.token_cost()
+    assert before == pytest.approx((linear(step + one) - linear(step)) / linear(step), rel=0.3)
+    for _ in range(8):
+        policy.observe(step + StepWork.of(0, 1500, 1), linear(step + StepWork.of(0, 1500, 1)))
+    policy.costs.refit()
+    assert policy.token_cost() == pytest.approx(before, rel=0.2)
+
+
 def test_few_requests_are_computed_together_where_the_bound_leaves_time() -> None:
     arrivals = [Arrival(group + place / 100, 40, 4) for group in range(8) for place in range(3)]
     alone = simulate(dynamic(300), arrivals, LIMITS, linear)
@@ -133,8 +155,7 @@ def test_a_long_prompt_is_not_passed_for_ever() -> None:
     long = Arrival(0.5, 4000, 4)
     short = [Arrival(place * 0.02, 30, 8) for place in range(400)]
     result = simulate(dynamic(100), [long, *short], Limits(64, 2048, 16), linear)
-    sizes = {decision.run: seconds for decision, seconds in result.steps}
-    assert sizes and max(result.first) < 8, "it begins its answer long before the short ones end"
+    assert result.steps and max(result.first) < 8, "it begins its answer long before the short ones end"
 
 
 def test_settings_are_strict() -> None:

@@ -40,7 +40,7 @@ def test_old_lengths_fade_and_memory_stays() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 1 << 16), st.integers(1, 256), st.integers(0, 300), st.lists(st.integers(1, 1 << 20), max_size=5))
 def test_candidates_are_few_ascending_and_close_together(most: int, unit: int, beside: int, typical: list[int]) -> None:
-    sizes = candidate_sizes(most, unit, beside, typical)
+    sizes = candidate_sizes(most, unit, beside, tuple(typical))
     assert sizes[-1] == most and list(sizes) == sorted(set(sizes))
     assert all(size % unit == 0 for size in sizes[:-1])
     assert len(sizes) <= 4 * np.log2(max(2, most)) + 7
@@ -50,4 +50,4 @@ def test_candidates_are_few_ascending_and_close_together(most: int, unit: int, b
 
 @pytest.mark.parametrize(("length", "size"), [(100, 112), (300, 320)])
 def test_a_typical_prompt_fits_a_step_whole(length: int, size: int) -> None:
-    assert size in candidate_sizes(2048, 16, 8, [length])
+    assert size in candidate_sizes(2048, 16, 8, (length,))

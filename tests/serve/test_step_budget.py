@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from treadle.serve.cost_model import Fit
 from treadle.serve.lengths import candidate_sizes
-from treadle.serve.scheduler import Limits, SequenceState, State, decide
+from treadle.serve.scheduler import UNLIMITED, Limits, SequenceState, State, decide
 from treadle.serve.step_budget import Budget, choose_budget, choose_hold, plan_chunks, shape
 
 UNIT = 16
@@ -91,8 +91,13 @@ def test_prompts_are_grouped_by_what_fits() -> None:
     assert chunks(120, True) == [(1, 80), (3, 30)], "130 = 80 + 50; the 10 that are left begin nothing"
     assert chunks(230, True) == [(1, 130), (3, 30), (4, 20), (2, 48)]
     assert chunks(230, False) == [(1, 130), (2, 100)]
-    important = [prompts[0], replace(prompts[1], priority=-1), prompts[2]]
-    assert [one.sequence.number for one in plan_chunks(important, 170, UNIT, True)] == [1, 2]
+    for important in ([500, -1, 30, 0], [500, 0, 600, -1, 30, 0]):
+        later = [
+            sequence(number, important[2 * number], priority=important[2 * number + 1])
+            for number in range(len(important) // 2)
+        ]
+        chunks_of = plan_chunks([prompts[0], *later], 170, UNIT, True)
+        assert [one.sequence.left for one in chunks_of] == [130, 500], "30 does not pass one of higher priority"
 
 
 SEQUENCE = st.builds(
@@ -100,7 +105,7 @@ SEQUENCE = st.builds(
     st.integers(2, 3000),
     st.floats(0, 1),
     st.integers(-1, 1),
-    st.sampled_from([1 << 30, 128]),
+    st.sampled_from([UNLIMITED, 128]),
     st.integers(0, 4),
 )
 FITS = st.builds(

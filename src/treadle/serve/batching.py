@@ -54,7 +54,7 @@ class BatchPolicy:
         self.store: tuple[Path, dict[str, str]] | None = None  # where it is kept, and as whose
         self._known = self.costs.steps
         self._token_cost: tuple[Fit | None, float] = (None, 0.0)
-        self._last = StepWork()
+        self._answers = StepWork()  # of the last step
 
     def arrived(self, prompt_tokens: int) -> None:
         """Note the length of a new prompt."""
@@ -63,7 +63,8 @@ class BatchPolicy:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Note what a step took, all of it: whoever waits for a token waits for everything."""
         self.costs.observe(work, seconds)
-        self._last = work
+        if work.rows:
+            self._answers = StepWork(work.rows, work.rows, work.context, work.context + work.rows)
 
     def shape(self, state: State, limits: Limits) -> tuple[State, Limits, str]:
         """Return the state and the limits that the scheduler is to decide by, and why."""
@@ -74,9 +75,10 @@ class BatchPolicy:
         return Hold(0.0, "")
 
     def token_cost(self) -> float:
-        """Return what one more token adds to a step such as the last one, as a share of it."""
-        if self._token_cost[0] is not self.costs.fit:  # asked for each sequence, learned every few steps
-            self._token_cost = self.costs.fit, self.costs.fit.token_cost(self._last)
+        """Return what one more token adds to a step of answers such as the last one's, as a share of it."""
+        fit = self.costs.fit
+        if self._token_cost[0] is not fit:  # asked for each sequence, learned every few steps
+            self._token_cost = fit, fit.token_cost(self._answers)
         return self._token_cost[1]
 
     def describe(self) -> str:
@@ -104,16 +106,25 @@ class DynamicBatchPolicy(BatchPolicy):
         self.settings = settings
         self.budget: Budget | None = None  # the last decision
         self._warm = self.costs.fit.count
+        self._typical: tuple[int, ...] | None = None
 
     @property
     def bound(self) -> float | None:
         """Seconds that a step may take while answers are in progress."""
         return None if self.settings.max_latency_ms is None else self.settings.max_latency_ms / 1000
 
+    def arrived(self, prompt_tokens: int) -> None:
+        super().arrived(prompt_tokens)
+        self._typical = None
+
     def shape(self, state: State, limits: Limits) -> tuple[State, Limits, str]:
         limits = self._capped(limits)
+        if not limits.chunked:
+            return state, limits, "prompts are not split"
+        if self._typical is None:
+            self._typical = self.lengths.typical()
         decoding = sum(sequence.decoding for sequence in state.running)
-        sizes = candidate_sizes(limits.step_tokens, limits.block_size, decoding, self.lengths.typical())
+        sizes = candidate_sizes(limits.step_tokens, limits.block_size, decoding, self._typical)
         by_length = self.settings.strategy == "length_aware"
         self.budget = choose_budget(state, limits, self.costs.fit, self.bound, sizes, by_length)
         return *shape(state, limits, self.budget), self.budget.reason

@@ -21,7 +21,7 @@ from treadle.serve.model import Model
 from treadle.serve.request import Delta, FinishReason, Phase, Request, TokenLogprob
 from treadle.serve.runner import Runner
 from treadle.serve.sampler import Choice, Row, choose, prompt_logprobs
-from treadle.serve.scheduler import Decision, Limits, Piece, SequenceState, State, decide
+from treadle.serve.scheduler import UNLIMITED, Decision, Limits, Piece, SequenceState, State, decide
 from treadle.serve.speculation import Drafter
 from treadle.serve.stats import EngineStats
 from treadle.serve.text import TextOutput
@@ -155,7 +155,9 @@ class Core:
         drafts = 0
         if request.drafter is not None and len(request.tokens) - request.computed == 1:
             if not request.drafts:
-                request.drafts = request.drafter.propose(request.tokens, self.policy.token_cost())
+                # A step's time is everybody's: a guess must bring its own sequence what it costs all of them.
+                cost = self.policy.token_cost() * len(self._running)
+                request.drafts = request.drafter.propose(request.tokens, cost)
             drafts = min(len(request.drafts), request.max_tokens - request.completion_tokens - 1)
         return SequenceState(
             request.number,
@@ -164,7 +166,7 @@ class Core:
             request.computed,
             request.blocks.given,
             drafts=max(0, drafts),
-            most=PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else 1 << 30,
+            most=PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else UNLIMITED,
             priority=request.settings.priority,
         )
 
@@ -196,7 +198,7 @@ class Core:
             given * self.tables.block_size,
             given,
             free,
-            most=PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else 1 << 30,
+            most=PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else UNLIMITED,
             priority=request.settings.priority,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -41,7 +42,8 @@ class LengthHistogram:
         return tuple(sorted({self.quantile(share) for share in QUANTILES})) if self.total else ()
 
 
-def candidate_sizes(most: int, unit: int, beside: int = 0, typical: Sequence[int] = ()) -> tuple[int, ...]:
+@functools.lru_cache(64)
+def candidate_sizes(most: int, unit: int, beside: int = 0, typical: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the sizes in tokens, ascending, that a step may be given; the last is `most`.
 
     They are multiples of `unit`, four to an octave, and `beside` decoding tokens with a prompt of a typical length. As

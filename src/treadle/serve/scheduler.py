@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 PATIENCE = 10.0  # seconds that one step of priority is worth
+UNLIMITED = 1 << 30
 
 
 def urgency(arrived: float, priority: int) -> float:
@@ -41,7 +42,7 @@ class SequenceState:
     given: int = 0  # entries of its block tables that are in use
     hit_free: tuple[int, ...] = ()  # of a prefix hit, by layer group: blocks that are counted as free
     drafts: int = 0  # guessed tokens to check beside the next one
-    most: int = 1 << 30  # tokens that it may compute in one step
+    most: int = UNLIMITED  # tokens that it may compute in one step
     priority: int = 0
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from treadle.serve.cost_model import Fit, StepWork
-from treadle.serve.scheduler import Limits, SequenceState, State
+from treadle.serve.scheduler import UNLIMITED, Limits, SequenceState, State
 
 # Of the bound: what the answers in progress may take alone before no more sequences are started, so that prompts
 # still find some room beside them.
@@ -23,7 +23,9 @@ class Chunk:
 
     @property
     def work(self) -> StepWork:
-        return StepWork.of(self.sequence.computed, self.tokens, int(self.tokens == self.sequence.left))
+        # A prompt whose pieces are limited is one whose logits are all wanted.
+        rows = self.tokens if self.sequence.most < UNLIMITED else int(self.tokens == self.sequence.left)
+        return StepWork.of(self.sequence.computed, self.tokens, rows)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def plan_chunks(prompts: Sequence[SequenceState], tokens: int, unit: int, by_len
             taken = min(wanted, tokens)
         elif not chunks and not postponed:
             taken = _even_part(wanted, tokens, unit)
-        elif wanted > tokens or (postponed and sequence.priority > postponed[0].priority):
+        elif wanted > tokens or any(sequence.priority > other.priority for other in postponed):
             postponed.append(sequence)
             continue
         else:
@@ -112,13 +114,11 @@ def choose_budget(
     drafts = sum(sequence.drafts for sequence in decoding)
 
     def budget(tokens: int, reason: str) -> Budget:
-        chunks = plan_chunks(prompts, tokens - len(decoding), limits.block_size, by_length and limits.chunked)
+        chunks = plan_chunks(prompts, tokens - len(decoding), limits.block_size, by_length)
         work = _whole(answers, chunks, drafts, tokens)
         seconds = fit.upper(work) if fit.ready else 0.0
         return Budget(tokens, seqs, chunks, work, seconds, "; ".join(filter(None, (reason, why_seqs))))
 
-    if not limits.chunked:
-        return budget(most, "prompts are not split")
     if bound is None:
         return budget(most, "no latency bound")
     if not decoding:
