@@ -79,7 +79,7 @@ def test_few_steps_take_longer_than_the_upper_time(cost: Callable[[StepWork], fl
 def test_a_long_time_without_prompts_forgets_nothing_about_them() -> None:
     """What recursive least squares with forgetting fails at."""
     model, noise = learned(linear), noise_of(3)
-    for step in range(6000):
+    for step in range(20_000):
         work = answers(1 + step % 8, 200)
         model.observe(work, linear(work) * noise())
     work = answers(8, 200) + prompt(500)

@@ -7,13 +7,12 @@ cache that is read, and for each pair of a token and one that it attends to.
 The usual choice would be recursive least squares with forgetting. But a server decodes for minutes between two long
 prompts, and an exponential memory has lost by then what a prompt's token costs, because nothing renewed it. So the
 memory is by size instead: of every class of steps (half an octave of tokens) the last KEEP are kept, and all of them
-are fitted again every few steps, every class with the same weight at most. Errors count relative to the step, since
-noise grows with it, and Huber's weights (Huber 1964), taken within each class so that common steps do not outvote rare
-ones, let a disturbed step (the first ones, which compile; another program's burst) count for little. What five parts
-cannot say, each class adds by itself: the median of measured over fitted corrects what is expected of it. The time
-that a step rarely exceeds is a quantile of the deviations from that, those of the nearest sizes where a class has too
-few of its own, so that one disturbed step does not make a size look bad. As old measurements lose their weight, a size
-that was avoided is tried again.
+are fitted again every few steps. Errors count relative to the step, since noise grows with it, and Huber's weights
+(Huber 1964), taken within each class so that common steps do not outvote rare ones, let a disturbed step (the first
+ones, which compile; another program's burst) count for little. What five parts cannot say, each class adds by itself:
+the median of measured over fitted corrects what is expected of it. The time that a step rarely exceeds is a quantile of
+the deviations from that, those of the nearest sizes where a class has too few of its own, so that one disturbed step
+does not make a size look bad. As old measurements lose their weight, a size that was avoided is tried again.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ LIFETIME = 1000.0  # steps after which a measurement counts 1/e where there are 
 LEAST_WEIGHT = 0.05  # in the fit: the only measurements of a size stay, however old
 KNOWN = 0.5  # weight of a class's measurements from which its own median counts
 ENOUGH = 128.0  # weight of the measurements that an upper quantile is taken from, where there are so many
-CLASS_WEIGHT = 16.0  # of all measurements of a class in the fit, at most
 UNKNOWN_MARGIN = 1.5  # over the fit, where no class is known
 READY = 8  # measurements from which the fit is used
 REFIT_EVERY = 32  # steps
@@ -220,8 +218,6 @@ def _robust_fit(features: np.ndarray, seconds: np.ndarray, weights: np.ndarray, 
     `counts` are the classes' rows, which lie one after the other.
     """
     which = np.repeat(np.arange(len(counts)), counts)
-    totals = np.bincount(which, weights)
-    weights = weights * np.minimum(1.0, CLASS_WEIGHT / totals)[which]
     relative = features / seconds[:, None]
     solution = _non_negative(relative, weights)
     for _ in range(ROUNDS):
