@@ -288,6 +288,7 @@ def test_killed_at_any_file_operation_the_new_corpus_takes_its_place_later(tmp_p
         (texts / f"{number}.txt").write_text(some_text(number, 40))
     old, new = (settings(texts, tmp_path / "out", tokenizer, shard_tokens=size, workers=0) for size in (500, 700))
     prepare(old)
+    shutil.copytree(tmp_path / "out", tmp_path / "old")
     kept, whole = contents(tmp_path / "out"), tmp_path / "whole"
     prepare(new.model_copy(update={"out": whole}))
     states = set()
@@ -305,7 +306,8 @@ def test_killed_at_any_file_operation_the_new_corpus_takes_its_place_later(tmp_p
                 prepare(new.model_copy(update={"validation": 0.3}))
         prepare(new.model_copy(update={"overwrite": True}))
         assert contents(tmp_path / "out") == contents(whole)
-        prepare(old.model_copy(update={"overwrite": True}))
+        shutil.rmtree(tmp_path / "out")
+        shutil.copytree(tmp_path / "old", tmp_path / "out")
     assert states == {"old", "between", "new"}
     assert contents(tmp_path / "out") == contents(whole)
 

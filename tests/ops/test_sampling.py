@@ -59,7 +59,7 @@ def call(logits: list[list[float]], rows: list[tuple[float, int, float, float, f
 # Logits on a coarse grid, so that ties are common and no threshold is decided by float32 rounding.
 grid = st.integers(-12, 12).map(lambda n: n / 4)
 row = st.tuples(
-    st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    st.sampled_from([0.0, 1e-40, 1e-3, 0.5, 1.0, 2.0]),  # 1e-40 is not a normal float32
     st.integers(0, 9),
     st.sampled_from([1.0, 0.9, 0.513, 0.11, 1e-6]),
     st.sampled_from([0.0, 0.03, 0.21, 0.77]),

@@ -18,8 +18,9 @@ def sample_reference(
     greedy = logits.argmax(-1)
     if bool((temperature <= 0).all()):
         return greedy
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    scaled = scaled - scaled.amax(-1, keepdim=True)
+    # The largest becomes 0 before the division, which a tiny temperature could not overflow then.
+    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = scaled / torch.where(temperature > 0, temperature, 1.0)[:, None]
     # min-p: relative to the likeliest token, whose scaled logit is now 0.
     scaled = scaled.masked_fill(scaled.exp() < min_p[:, None], -torch.inf)
     limited = bool((top_k > 0).any() or (top_p < 1).any())

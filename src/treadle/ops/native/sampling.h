@@ -127,10 +127,10 @@ int64_t sample_row(const Sample& a, int64_t row) {
   const float temperature = a.temperature[row], min_p = a.min_p[row];
   if (!(temperature > 0.0f)) return greedy;
   float* odds = a.odds + row * count;
-  const float scaled_top = top / temperature;
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    const float value = exp_of(load(logits + i) / temperature - scaled_top);
+    // The largest becomes 0 before the division, which a tiny temperature could not overflow then.
+    const float value = exp_of((load(logits + i) - top) / temperature);
     odds[i] = select(value < min_p, 0.0f, value);
   }
   if (a.top_k[row] > 0 && a.top_k[row] < count) keep_most_likely(odds, count, a.top_k[row]);
