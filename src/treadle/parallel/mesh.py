@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from treadle.config import UserError
+from treadle.parallel.exchange import open_exchange
 from treadle.parallel.pipeline import PipelineGroup
 from treadle.parallel.plan import Plan
 from treadle.parallel.tensor import TensorGroup
@@ -31,6 +32,7 @@ class Mesh:
     rank: int
     size: int
     device_mesh: DeviceMesh
+    timeout_seconds: float
 
     @property
     def first(self) -> bool:
@@ -38,8 +40,11 @@ class Mesh:
         return self.rank == 0
 
     def tensor_group(self) -> TensorGroup | None:
-        """Return the ranks that share this one's layers, None where it has them alone."""
-        return TensorGroup(self.device_mesh.get_group("tp")) if self.plan.tp > 1 else None
+        """Return the ranks that share this one's layers, None where it has them alone. Every rank calls it at once."""
+        if self.plan.tp == 1:
+            return None
+        group = self.device_mesh.get_group("tp")
+        return TensorGroup(group, open_exchange(group, self.device, self.timeout_seconds))
 
     def pipeline_group(self) -> PipelineGroup | None:
         """Return the ranks that hold the stages of this one's pipeline, None where it has all layers."""
@@ -113,7 +118,7 @@ def join(
         device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         for axis in axes:  # otherwise the groups along the axes would wait for PyTorch's own default
             _set_pg_timeout(timedelta(seconds=timeout_seconds), device_mesh.get_group(axis))
-        yield Mesh(plan, device, rank, size, device_mesh)
+        yield Mesh(plan, device, rank, size, device_mesh, timeout_seconds)
     finally:
         if own:
             dist.destroy_process_group()

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from treadle.parallel.exchange import Exchange
+
 
 @dataclass(frozen=True)
 class TensorShard:
@@ -64,36 +66,46 @@ def cut(size: int, ranks: int, index: int, dim: int = 0, unit: int = 1, repeat: 
 
 
 class TensorGroup:
-    """The ranks that share each layer, and this one's index among them."""
+    """The ranks that share each layer, and this one's index among them.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    `exchange` is their shared memory where they have one; else their tensors go through `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, exchange: Exchange | None = None) -> None:
+        self.group, self.exchange = group, exchange
         self.index, self.size = group.rank(), group.size()
 
     def sum(self, x: Tensor, exact: bool = False) -> Tensor:
         """Return the sum of `x` over ranks, in its dtype. It is added up in fp32 unless that is `exact` anyhow."""
+        if self.exchange is not None and self.exchange.takes(x):
+            return self.exchange.sum(x)
         total = x.to(torch.float32, copy=True) if not exact and x.dtype.itemsize < 4 else x.clone()
         dist.all_reduce(total, group=self.group)
         return total.to(x.dtype)
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum of `x` over ranks."""
+        if self.exchange is not None and self.exchange.takes(x):
+            return torch.stack(self.gather(x)).amax(0)
         found = x.clone()
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found
 
     def gather(self, x: Tensor, to_first: bool = False) -> list[Tensor]:
         """Return every rank's `x` in their order; with `to_first` on the first rank only, elsewhere none."""
+        keep = not to_first or self.index == 0
         if not x.numel():
-            return [x] * self.size
+            return [x] * self.size if keep else []
+        if self.exchange is not None and self.exchange.takes(x):
+            found = self.exchange.gather(x, keep)
+            return [] if found is None else list(found)
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        if not to_first:
+        parts = [torch.empty_like(x) for _ in range(self.size)] if keep else []
+        if to_first:
+            dist.gather(x, parts or None, group=self.group, group_dst=0)
+        else:
             dist.all_gather(parts, x, group=self.group)
-            return parts
-        first = self.index == 0
-        dist.gather(x, parts if first else None, group=self.group, group_dst=0)
-        return parts if first else []
+        return parts
 
 
 class _Copy(torch.autograd.Function):

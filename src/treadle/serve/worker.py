@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.config import TreadleError, UserError
+from treadle.parallel.exchange import LostRankError
 from treadle.parallel.mesh import Rendezvous, join, pick_device
 from treadle.parallel.plan import Plan
 from treadle.serve import rank_commands as commands
@@ -39,7 +40,9 @@ CONTROL_KEY = "treadle/control"
 
 def lost_connection(error: BaseException) -> bool:
     """Return whether an error says that another rank is gone or silent, and nothing of its own."""
-    return not isinstance(error, TreadleError) and any(sign in str(error) for sign in LOST_CONNECTION)
+    if isinstance(error, TreadleError):
+        return isinstance(error, LostRankError)
+    return any(sign in str(error) for sign in LOST_CONNECTION)
 
 
 def versions() -> dict[str, str]:

@@ -24,6 +24,12 @@ std::int32_t treadle_rope(const Rope*, std::int64_t, std::int32_t);
 std::int32_t treadle_cross_entropy(const CrossEntropy*, std::int64_t, std::int32_t);
 std::int32_t treadle_cached_attention(const CachedAttention*, std::int64_t, std::int32_t);
 std::int32_t treadle_sample(const Sample*, std::int64_t, std::int32_t);
+std::int64_t treadle_exchange_bytes(std::int32_t, std::int64_t);
+void treadle_exchange_enter(void*, std::int64_t, std::int32_t, std::int32_t);
+std::int32_t treadle_exchange_sum(void*, std::int64_t, std::int32_t, std::int32_t, double, std::int32_t, const void*, void*,
+                                  std::int64_t);
+std::int32_t treadle_exchange_gather(void*, std::int64_t, std::int32_t, std::int32_t, double, const void*, void*,
+                                     std::int64_t);
 }
 
 namespace {
@@ -188,9 +194,40 @@ void everything(int threads) {
   }
 }
 
+// Threads in the place of processes: what one of them does to the shared memory the thread sanitizer compares with what
+// the others do.
+void exchanges(std::int32_t ranks) {
+  constexpr std::int64_t kCapacity = 192;
+  const auto bytes = static_cast<std::size_t>(treadle_exchange_bytes(ranks, kCapacity));
+  void* region = std::aligned_alloc(64, bytes);
+  __builtin_memset(region, 0, bytes);
+  std::vector<std::thread> members;
+  for (std::int32_t rank = 0; rank < ranks; ++rank) {
+    members.emplace_back([=] {
+      treadle_exchange_enter(region, kCapacity, ranks, rank);
+      for (std::int64_t turn = 0; turn < 300; ++turn) {
+        const std::int64_t count = turn % 150;
+        std::vector<float> in(count, static_cast<float>(turn + rank)), out(count), all(count * ranks);
+        if (treadle_exchange_sum(region, kCapacity, ranks, rank, 60.0, kFloat32, in.data(), out.data(), count) != 0)
+          std::abort();
+        for (const float value : out)
+          if (value != static_cast<float>(ranks * turn + ranks * (ranks - 1) / 2)) std::abort();
+        float* kept = turn % 3 == rank ? nullptr : all.data();
+        if (treadle_exchange_gather(region, kCapacity, ranks, rank, 60.0, in.data(), kept, count * 4) != 0) std::abort();
+        for (std::int64_t i = 0; kept != nullptr && i < count * ranks; ++i)
+          if (kept[i] != static_cast<float>(turn + i / count)) std::abort();
+      }
+    });
+  }
+  for (auto& member : members) member.join();
+  std::free(region);
+}
+
 }  // namespace
 
 int main() {
+  exchanges(2);
+  exchanges(3);
   for (int index = 0; const char* name = treadle_runnable(index); ++index) {
     treadle_select(name);
     std::printf("%s\n", name);

@@ -6,6 +6,7 @@
 #include <new>
 #include <vector>
 
+#include "exchange.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -180,4 +181,21 @@ TREADLE_EXPORT int32_t treadle_cached_attention(const CachedAttention* a, int64_
 
 TREADLE_EXPORT int32_t treadle_sample(const Sample* a, int64_t rows, int32_t threads) {
   return run_rows(chosen().load()->sample, *a, rows, a->vocabulary, threads);
+}
+
+// Exchanges between processes (see exchange.h). They return an ExchangeResult.
+TREADLE_EXPORT int64_t treadle_exchange_bytes(int32_t ranks, int64_t capacity) { return exchange_bytes(ranks, capacity); }
+
+TREADLE_EXPORT void treadle_exchange_enter(void* region, int64_t capacity, int32_t ranks, int32_t rank) {
+  exchange_enter({region, capacity, ranks, rank, 0});
+}
+
+TREADLE_EXPORT int32_t treadle_exchange_sum(void* region, int64_t capacity, int32_t ranks, int32_t rank, double timeout,
+                                            int32_t type, const void* in, void* out, int64_t count) {
+  return exchange_sum({region, capacity, ranks, rank, timeout}, static_cast<DType>(type), in, out, count);
+}
+
+TREADLE_EXPORT int32_t treadle_exchange_gather(void* region, int64_t capacity, int32_t ranks, int32_t rank,
+                                               double timeout, const void* in, void* out, int64_t bytes) {
+  return exchange_gather({region, capacity, ranks, rank, timeout}, in, out, bytes);
 }
