@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from treadle.config import TreadleError, UserError
 from treadle.config.progress import progress
+from treadle.parallel.exchange import LostRankError
 from treadle.parallel.mesh import Rendezvous, join, pick_device
 from treadle.parallel.plan import Plan
 from treadle.serve import rank_commands as commands
@@ -121,11 +122,11 @@ class Ranks:
         try:
             with _environment(interface_towards(self.nodes.master_addr)):
                 mesh = self._stack.enter_context(join(self.plan, place, self.timeout, meeting))
-        except RuntimeError as error:
+            self.rank = Rank(mesh, self.model, self.node_ranks)
+        except (RuntimeError, LostRankError) as error:
             raise self._explain(error) from error
         for peer in self.peers:
             self._wait(peer.ready, self.timeout, f"{peer.name} did not join the others")
-        self.rank = Rank(mesh, self.model, self.node_ranks)
         self.doing = "waiting for work"
 
     def _start_peers(self, device: str, port: int) -> None:
