@@ -8,9 +8,13 @@ import pytest
 import torch
 
 import treadle
+from tests.weights.gguf_files import smollm2
 from treadle.config import UserError
 from treadle.model.context import PackedContext
 from treadle.serve.model import Model, parse_dtype
+from treadle.train.held_out import HeldOut
+from treadle.weights import gguf
+from treadle.weights.safetensors_file import SafetensorsFile
 
 
 def test_what_is_saved_loads_again_and_is_the_same(model: Model, tmp_path: Path) -> None:
@@ -26,6 +30,23 @@ def test_what_is_saved_loads_again_and_is_the_same(model: Model, tmp_path: Path)
     assert treadle.load(tmp_path / "saved", dtype="bf16").dtype == torch.bfloat16
     with pytest.raises(UserError, match="already exists"):
         model.save(tmp_path / "saved")
+
+
+def test_a_model_on_disk_is_opened_once(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.save(tmp_path / "saved")
+    opened: list[Path] = []
+    open_file, open_gguf = SafetensorsFile.__init__, gguf._open_one
+
+    def noted(self: SafetensorsFile, path: Path) -> None:
+        opened.append(path)
+        open_file(self, path)
+
+    monkeypatch.setattr(SafetensorsFile, "__init__", noted)
+    monkeypatch.setattr(gguf, "_open_one", lambda path, *rest: opened.append(path) or open_gguf(path, *rest))
+    treadle.load(tmp_path / "saved")
+    HeldOut(tmp_path / "saved")
+    treadle.load(smollm2())
+    assert opened == [tmp_path / "saved" / "model.safetensors"] * 2 + [smollm2()]
 
 
 def test_transformers_loads_what_is_saved(model: Model, tmp_path: Path) -> None:

@@ -151,8 +151,9 @@ class EngineClient(EngineInterface):
             ).start()
         try:
             # While they load their models, this process reads the tokenizer.
-            spec = read_spec(open_checkpoint(options.model).config)
-            tokenizer = load_tokenizer(options.model, spec.vocabulary)
+            checkpoint = open_checkpoint(options.model)
+            spec = read_spec(checkpoint.config)
+            tokenizer = load_tokenizer(checkpoint, spec.vocabulary)
             ready = [replica.ready.result() for replica in self._replicas]
         except BaseException:
             self._closing = True

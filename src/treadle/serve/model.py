@@ -147,13 +147,14 @@ def load(
     place = choose_device(device)
     kind = parse_dtype(dtype)
     # Weights come last: whatever else is wrong is said before they are read.
-    spec = read_spec(open_checkpoint(path).config)
-    tokenizer = load_tokenizer(path, spec.vocabulary)
+    checkpoint = open_checkpoint(path)
+    spec = read_spec(checkpoint.config)
+    tokenizer = load_tokenizer(checkpoint, spec.vocabulary)
     if check_tokenizer is not None:
         check_tokenizer(tokenizer)
     layout = parse_settings(ParallelSettings, parallel, source="the settings of the ranks")
     if layout.plan.ranks() == 1:
-        return Model(load_model(path, kind, place), tokenizer)
+        return Model(load_model(checkpoint, kind, place), tokenizer)
     from treadle.serve.parallel_runner import load_on_ranks
 
     ranks = load_on_ranks(path, spec, layout, kind, place.type)

@@ -16,9 +16,11 @@ from treadle.config.progress import progress
 from treadle.data import Corpus, PackedBatch, evaluation_batches
 from treadle.data.loader import collate
 from treadle.data.packing import Sample
+from treadle.model.families import read_spec
 from treadle.model.tokenizer import Tokenizer
 from treadle.model.transformer import Transformer
 from treadle.train.evaluation import Measured, measure
+from treadle.weights.checkpoint import open_checkpoint
 from treadle.weights.load import load_model, load_tokenizer
 
 # Longer contexts cost more and say little more about most models; --sequence-length asks for them.
@@ -38,15 +40,18 @@ class HeldOut:
     ) -> None:
         """Load the model at `path`. Raises UserError where it cannot be, or the lengths do not fit."""
         self.path, self.device = path, torch.device(device)
-        self.model: Transformer = load_model(path, dtype, device)
-        self.tokenizer: Tokenizer | None = load_tokenizer(path, self.model.spec.vocabulary)
-        longest = self.model.spec.max_positions
+        # Weights come last: whatever else is wrong is said before they are read.
+        checkpoint = open_checkpoint(path)
+        spec = read_spec(checkpoint.config)
+        self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint, spec.vocabulary)
+        longest = spec.max_positions
         self.length = min(longest, LONGEST_DEFAULT) if sequence_length is None else sequence_length
         if not 2 <= self.length <= longest:
             raise UserError(
                 f"--sequence-length must lie from 2 to the model's {longest} positions, it is {self.length}"
             )
         self.samples = max(1, batch_tokens // self.length)
+        self.model: Transformer = load_model(checkpoint, dtype, device)
 
     def corpus(self, folder: str | Path, split: str = "validation", tokens: int = 0) -> dict[str, Any]:
         """Return the report on a split of a prepared corpus, on about `tokens` of it (0: all). Raises UserError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from treadle.config import UserError
 from treadle.config.files import read_json
 from treadle.weights.safetensors_file import DTYPES, SafetensorsFile
+
+if TYPE_CHECKING:
+    from treadle.weights.gguf import GgufFile
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARDS = 10_000
@@ -41,7 +44,7 @@ class Checkpoint:
     """A model on disk: its config.json's content, its tensors in the order in which they lie, its generation settings.
 
     `dtype` is the one that a model takes when none is asked for: that of most of its bytes; for a GGUF file bf16 where
-    that is, else fp32.
+    that is, else fp32. `gguf` is that file, opened, which also holds the tokenizer.
     """
 
     path: Path
@@ -49,6 +52,7 @@ class Checkpoint:
     tensors: tuple[Stored, ...]
     dtype: torch.dtype
     generation: Mapping[str, Any] = field(default_factory=dict)
+    gguf: GgufFile | None = field(default=None, repr=False)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -79,7 +83,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         read = lambda rows=None, weight=weight, dtype=dtype: weight.read(dtype, rows)  # noqa: E731
         tensors.append(Stored(name, weight.shape, dtype, stored_as, weight.nbytes, path.name, read))
     # fp16 is dequantized as well: fp32 holds it exactly, and most CPUs cannot compute in it.
-    return Checkpoint(path, config, tuple(tensors), most_common_dtype(tensors))
+    return Checkpoint(path, config, tuple(tensors), most_common_dtype(tensors), gguf=file)
 
 
 def _open_folder(folder: Path) -> Checkpoint:

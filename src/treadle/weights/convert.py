@@ -10,6 +10,7 @@ import torch
 
 from treadle.config.files import atomic_folder
 from treadle.weights.adapter import load_adapter
+from treadle.weights.checkpoint import open_checkpoint
 from treadle.weights.ledger import LoadReport
 from treadle.weights.load import load_model, load_tokenizer, stream_model
 from treadle.weights.save import save_model
@@ -45,11 +46,12 @@ def convert_model(
     """
     folder = Path(folder)
     with atomic_folder(folder) as aside:
-        stream = stream_model(path, dtype, report)
-        tokenizer = load_tokenizer(path, stream.spec.vocabulary)
+        checkpoint = open_checkpoint(path)
+        stream = stream_model(checkpoint, dtype, report)
+        tokenizer = load_tokenizer(checkpoint, stream.spec.vocabulary)
         state, adapted = stream.parameters, []
         if adapter is not None:
-            model = load_model(path, stream.dtype, report=report)
+            model = load_model(checkpoint, stream.dtype, report=report)
             adapted = load_adapter(model, adapter, merge=True)
             state = model.named_parameters()
         save_model(aside, stream.spec, state, tokenizer, shard_bytes, stream.dtype, stream.generation)

@@ -29,13 +29,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     report: Callable[[LoadReport], None] | None = None,
     lay_out: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
-    """Return the model at `path` with its weights, without gradients, in `dtype` on `device`.
+    """Return the model at `path` (or that was opened) with its weights, without gradients, in `dtype` on `device`.
 
     The default dtype is the checkpoint's own (see `Checkpoint.dtype`). Tensors are read once, by several threads,
     straight into the parameters; beside the model itself only the tensors in flight take memory. `report` is called
@@ -43,7 +43,7 @@ def load_model(
     read. Raises UserError naming the file, key or tensor that is wrong.
     """
     started = time.monotonic()
-    checkpoint = open_checkpoint(path)
+    checkpoint = opened(path)
     spec, kind = read_spec(checkpoint.config), chosen_dtype(checkpoint, dtype)
     ledger = settle(checkpoint, spec, kind)
     if lay_out is None:
@@ -63,7 +63,7 @@ def load_model(
             copy_checked(parameters[ours], stored, checkpoint.path, shard)
         return stored
 
-    _for_each(ledger, fill, f"Loading {Path(path).name}")
+    _for_each(ledger, fill, f"Loading {checkpoint.path.name}")
     closed = ledger.close(time.monotonic() - started)
     if report is not None:
         report(closed)
@@ -81,21 +81,23 @@ class ModelStream:
 
 
 def stream_model(
-    path: str | Path, dtype: torch.dtype | None = None, report: Callable[[LoadReport], None] | None = None
+    path: str | Path | Checkpoint,
+    dtype: torch.dtype | None = None,
+    report: Callable[[LoadReport], None] | None = None,
 ) -> ModelStream:
-    """Return the model at `path` as a stream, in `dtype` (default as in `load_model`).
+    """Return the model at `path` (or that was opened) as a stream, in `dtype` (default as in `load_model`).
 
     Only one parameter is in memory at a time, so that a model larger than memory can be converted or sharded. `report`
     is called once the last one was taken. Raises UserError.
     """
     started = time.monotonic()
-    checkpoint = open_checkpoint(path)
+    checkpoint = opened(path)
     spec, kind = read_spec(checkpoint.config), chosen_dtype(checkpoint, dtype)
     ledger = settle(checkpoint, spec, kind)
 
     def parameters() -> Iterator[tuple[str, Tensor]]:
         total = sum(stored.nbytes for stored in ledger.sources.values())
-        with progress(f"Reading {Path(path).name}", total, "B") as step:
+        with progress(f"Reading {checkpoint.path.name}", total, "B") as step:
             for ours, stored in ledger.sources.items():
                 whole = torch.empty(stored.shape, dtype=kind)
                 copy_checked(whole, stored, checkpoint.path)
@@ -109,17 +111,23 @@ def stream_model(
     return ModelStream(spec, kind, checkpoint.generation, parameters())
 
 
-def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Tokenizer | None:
+def opened(path: str | Path | Checkpoint) -> Checkpoint:
+    """Return the model at `path`, opened, if it is not yet. Raises UserError."""
+    return path if isinstance(path, Checkpoint) else open_checkpoint(path)
+
+
+def load_tokenizer(path: str | Path | Checkpoint, vocabulary: int | None = None) -> Tokenizer | None:
     """Return the tokenizer of a Hugging Face directory or GGUF file; None for a directory that has none at all.
 
     `vocabulary` is the number of the embedding's rows, which then must hold every token. Raises UserError.
     """
-    path = Path(path)
+    gguf = path.gguf if isinstance(path, Checkpoint) else None
+    path = path.path if isinstance(path, Checkpoint) else Path(path)
     if path.is_file():
         from treadle.weights.gguf import GgufFile
         from treadle.weights.gguf_tokenizer import gguf_tokenizer
 
-        tokenizer = gguf_tokenizer(GgufFile.open(path))
+        tokenizer = gguf_tokenizer(gguf or GgufFile.open(path))
     elif path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     else:
