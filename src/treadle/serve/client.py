@@ -27,7 +27,7 @@ from treadle.serve.channel import Channel
 from treadle.serve.interface import EngineInterface, Prepared, Ticket
 from treadle.serve.request import Delta, FinishReason
 from treadle.serve.router import Memory, Replica, choose_replica, prefix_digests
-from treadle.serve.stats import EngineStats
+from treadle.serve.stats import Distribution, EngineStats
 
 PING_EVERY = 1.0  # seconds
 SILENCE = 5.0  # seconds without an answer after which a process counts as frozen
@@ -124,7 +124,6 @@ class EngineClient(EngineInterface):
     """Serves one model through engine processes. Close it, or use it in a `with` block."""
 
     capacity: Capacity
-    summary: list[str]
 
     def __init__(
         self,
@@ -178,6 +177,11 @@ class EngineClient(EngineInterface):
         for replica in self._replicas:
             total = _sum(total, replica.stats)
         return total
+
+    @property
+    def engine_stats(self) -> list[EngineStats]:
+        """Those of each replica."""
+        return [replica.stats for replica in self._replicas]
 
     @property
     def closing(self) -> bool:
@@ -383,7 +387,9 @@ def _sum(a: EngineStats, b: EngineStats) -> EngineStats:
         x, y = getattr(a, one.name), getattr(b, one.name)
         if isinstance(y, dict):
             changes[one.name] = {key: x.get(key, 0) + y.get(key, 0) for key in x.keys() | y.keys()}
-        elif isinstance(y, str) or one.name == "stepped":
+        elif isinstance(y, Distribution):
+            changes[one.name] = x.plus(y)
+        elif isinstance(y, (str, bool)) or one.name == "stepped":
             changes[one.name] = y
         else:
             changes[one.name] = x + y

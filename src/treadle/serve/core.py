@@ -326,6 +326,8 @@ class Core:
         assert request.blocks is not None
         if isinstance(output, Delta):
             request.computed += 0 if output.error else piece.tokens
+            if output.error is None:
+                self._count_prompt(request)
             self._end(request, output)
             return
         request.computed += piece.tokens
@@ -360,8 +362,7 @@ class Core:
             return False
         prompt: tuple[TokenLogprob | None, ...] = ()
         if not request.completion_tokens:
-            self.stats.prompt_tokens += request.prompt_tokens
-            self.stats.cached_tokens += request.cached_tokens
+            self._count_prompt(request)
             prompt = () if request.settings.prompt_logprobs is None else tuple(request.prompt_logprobs)
         self.stats.generated_tokens += 1
         request.tokens.append(choice.token)
@@ -483,9 +484,18 @@ class Core:
         stats.model_seconds += model_seconds
         stats.step_seconds += seconds
         stats.last_step_tokens, stats.last_step_seqs = decision.tokens, len(decision.run)
+        stats.steps_by_tokens.add(decision.tokens)
+        stats.steps_by_seqs.add(len(decision.run))
+        stats.steps_by_seconds.add(seconds)
         stats.decision, stats.stepped = decision.reason, time.monotonic()
         stats.evictions = sum(pool.evictions for pool in self.tables.pools)
         self._gauge()
+
+    def _count_prompt(self, request: Request) -> None:
+        self.stats.prompt_tokens += request.prompt_tokens
+        if self._reuse and request.settings.prompt_logprobs is None:
+            self.stats.looked_up_tokens += request.prompt_tokens
+            self.stats.cached_tokens += request.cached_tokens
 
     def _gauge(self) -> None:
         self.stats.running, self.stats.waiting = len(self._running), len(self._waiting)

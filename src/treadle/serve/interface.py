@@ -48,6 +48,7 @@ class EngineInterface(ABC):
     """Serves one model to any number of threads and event loops. Close it, or use it in a `with` block."""
 
     capacity: Capacity
+    summary: list[str] = []  # what it said at its start, one fact a line
 
     def __init__(self, tokenizer: Tokenizer | None, spec: ModelSpec, max_model_len: int) -> None:
         self.tokenizer, self.spec, self.max_model_len = tokenizer, spec, max_model_len
@@ -56,6 +57,11 @@ class EngineInterface(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """What was counted since the start."""
+
+    @property
+    def engine_stats(self) -> Sequence[EngineStats]:
+        """What each engine counted, where there are several."""
+        return [self.stats]
 
     @property
     @abstractmethod

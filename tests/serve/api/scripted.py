@@ -7,6 +7,7 @@ from typing import Any
 
 from treadle.model.spec import ModelSpec
 from treadle.model.tokenizer import Tokenizer
+from treadle.serve.capacity import Capacity
 from treadle.serve.interface import EngineInterface, Prepared, Ticket
 from treadle.serve.request import Delta, FinishReason
 from treadle.serve.stats import EngineStats
@@ -28,6 +29,7 @@ class ScriptedEngine(EngineInterface):
         **last: Any,
     ) -> None:
         super().__init__(tokenizer, spec, 4096)
+        self.capacity = Capacity(4, 4096, (1024,), 16, 1 << 20, 1 << 20)
         self.pieces, self.reason, self.last = list(pieces), reason, last
         self.asked: list[Prepared] = []
 

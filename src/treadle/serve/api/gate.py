@@ -14,9 +14,9 @@ from treadle.serve.api.errors import ApiError
 # The paths that metrics tell apart; others could be anything.
 PATHS = frozenset(
     "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens /v1/embeddings "
-    "/v1/models /tokenize /detokenize /health /metrics".split()
+    "/v1/models /tokenize /detokenize /health /metrics /state /".split()
 )
-OPEN_PATHS = frozenset(["/health"])  # need no key
+OPEN_PATHS = frozenset(["/health", "/", "/page.css", "/page.js"])  # need no key: they tell nothing of the server
 _ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 
 

@@ -54,7 +54,7 @@ class Service:
     ) -> None:
         """Raises UserError for a parser that there is not."""
         self.engine, self.names = engine, list(names)
-        self.metrics = ServerMetrics(engine)
+        self.metrics = ServerMetrics(engine, self.names[0])
         self.started = int(time.time())
         tokenizer = engine.tokenizer
         self.chats = None if tokenizer is None else ChatFormat(tokenizer, tool_parser, reasoning_parser)
