@@ -17,9 +17,11 @@ from treadle.serve.api.errors import handle_errors
 from treadle.serve.api.gate import Gate
 from treadle.serve.api.information import add_information
 from treadle.serve.api.messages import add_messages
+from treadle.serve.api.page.routes import add_page
 from treadle.serve.api.protocol import MAX_BODY_BYTES
 from treadle.serve.api.responses import add_responses
 from treadle.serve.api.service import Service
+from treadle.serve.api.state import add_state
 from treadle.serve.interface import EngineInterface
 
 
@@ -52,6 +54,7 @@ def create_app(engine: EngineInterface, names: Sequence[str], api_key: str | Non
             expose_headers=["x-request-id"],
         )
     handle_errors(app)
-    for add in (add_chat, add_completions, add_responses, add_messages, add_embeddings, add_information):
+    for add in (add_chat, add_completions, add_responses, add_messages, add_embeddings, add_information, add_state):
         add(app, service)
+    add_page(app)
     return app

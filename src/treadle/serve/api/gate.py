@@ -10,13 +10,14 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.serve.api.errors import ApiError
+from treadle.serve.api.page import PATHS as PAGE_PATHS
 
 # The paths that metrics tell apart; others could be anything.
 PATHS = frozenset(
     "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens /v1/embeddings "
     "/v1/models /tokenize /detokenize /health /metrics /state /".split()
 )
-OPEN_PATHS = frozenset(["/health", "/", "/page.css", "/page.js"])  # need no key: they tell nothing of the server
+OPEN_PATHS = frozenset(["/health"]) | PAGE_PATHS  # need no key
 _ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 
 
