@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 import subprocess
 import threading
@@ -213,4 +212,4 @@ def test_settings_that_are_wrong(scripted: Callable[..., Served]) -> None:
     ):
         with pytest.raises(UserError, match=words):
             create_app(engine, ["tiny"], **options)  # pyrefly: ignore
-    json.dumps(create_app(engine, ["tiny"]).state.max_body_bytes)
+    assert create_app(engine, ["tiny"], max_body_bytes=2048).state.max_body_bytes == 2048

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -139,14 +138,12 @@ class CompletionShape(Shape):
 
 
 def add_completions(app: FastAPI, service: Service) -> None:
-    engine = service.engine
-
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         body = await read_body(request, CompletionBody)
         name = service.check_model(body.model)
         settings = body.settings()
-        prompts = await asyncio.to_thread(lambda: [engine.encode(prompt) for prompt in body.prompts()])
+        prompts = await service.encode(body.prompts())
         exchange = await service.open(prompts, settings, "structured_outputs")
         shape = CompletionShape(service, name, body, prompts)
         return await answer(request, exchange, shape, service.metrics.watch(), body.stream)

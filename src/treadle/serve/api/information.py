@@ -12,7 +12,7 @@ from treadle.config import Settings, UserError
 from treadle.serve.api.chat import ChatFields, Message
 from treadle.serve.api.errors import ApiError
 from treadle.serve.api.protocol import read_body
-from treadle.serve.api.service import Service
+from treadle.serve.api.service import Service, is_short
 from treadle.serve.api.streams import JsonAnswer
 from treadle.serve.model import token_ids
 
@@ -71,6 +71,8 @@ def add_information(app: FastAPI, service: Service) -> None:
                 body.chat_template_kwargs,
                 body.continue_final_message,
             )
+        elif is_short([body.prompt]):
+            tokens = tokenizer.encode(body.prompt, body.add_special_tokens)
         else:
             tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
         return JsonAnswer({"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_model_len})

@@ -20,7 +20,13 @@ from treadle.serve.parsers.tools import Tool
 from treadle.serve.request import Grammar, SamplingSettings
 
 MAX_WAITING = 1024
+SHORT_PROMPT = 2048  # characters or tokens that are encoded sooner than another thread would take over
 Json = dict[str, Any]
+
+
+def is_short(prompts: Sequence[str | list[int]]) -> bool:
+    """Whether encoding the prompts would hold up nothing."""
+    return sum(map(len, prompts)) <= SHORT_PROMPT
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,14 @@ class Service:
             "owned_by": "treadle",
             "max_model_len": self.engine.max_model_len,
         }
+
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the ids of prompts. Raises UserError for one that is empty, too long, or not of this model."""
+
+        def encode() -> list[list[int]]:
+            return [self.engine.encode(prompt) for prompt in prompts]
+
+        return encode() if is_short(prompts) else await asyncio.to_thread(encode)
 
     async def encode_chat(
         self,
