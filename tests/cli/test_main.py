@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
+import typer
 
-from treadle.cli import VERBS, main
+from treadle.cli import VERBS, main, verb_app
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -80,24 +82,52 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(
 def test_an_internal_error_shows_its_traceback_only_when_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from treadle.cli import ops
+    from treadle.ops import listing
 
-    def broken(**_: object) -> None:
+    def broken() -> None:
         raise RuntimeError("the wheel came off")
 
-    monkeypatch.setattr(ops, "app", broken)
+    monkeypatch.setattr(listing, "listing", broken)
+    monkeypatch.delenv("TREADLE_DEBUG", raising=False)
     with pytest.raises(SystemExit) as end:
         main(["ops"])
     assert end.value.code == 1
     shown = capsys.readouterr().err
     assert "internal error: RuntimeError: the wheel came off" in shown
     assert "Traceback" not in shown
-    with pytest.raises(RuntimeError, match="the wheel came off"):
-        main(["ops", "--debug"])
+    for words in (["ops", "--debug"], ["--debug", "ops", "--json"]):
+        with pytest.raises(RuntimeError, match="the wheel came off"):
+            main(words)
+        assert "TREADLE_DEBUG" not in os.environ
 
 
-def test_underscores_in_option_names_are_hyphens() -> None:
-    from treadle.cli import _hyphenated
+def test_only_names_of_options_are_read_in_two_spellings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Underscores or hyphens: values, prompts and what follows -- stay as they are typed, --debug too."""
+    from treadle.cli import generate
 
-    assert _hyphenated("--kv_cache_dtype=a_b") == "--kv-cache-dtype=a_b"
-    assert _hyphenated("a_b") == "a_b"
+    app = verb_app("Tell what was given.")
+    seen: list[object] = []
+
+    @app.command()
+    def told(
+        ctx: typer.Context,
+        prompt: str = typer.Argument("-"),
+        stop_at: list[str] = typer.Option([]),
+        as_is: bool = typer.Option(False),
+    ) -> None:
+        seen.append((prompt, stop_at, as_is, bool(os.environ.get("TREADLE_DEBUG")), sorted(ctx.params)))
+
+    monkeypatch.setattr(generate, "app", app)
+    monkeypatch.delenv("TREADLE_DEBUG", raising=False)
+    names = ["as_is", "prompt", "stop_at"]
+    for words, expected in (
+        (["a_b", "--stop_at", "c_d", "--stop_at=--e_f", "--as_is"], ("a_b", ["c_d", "--e_f"], True, False, names)),
+        (["--stop-at", "--debug", "--", "--debug"], ("--debug", ["--debug"], False, False, names)),
+        (["--", "--stop_at=1"], ("--stop_at=1", [], False, False, names)),
+        (["--debug", "x"], ("x", [], False, True, names)),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["generate", *words])
+        assert (end.value.code, seen.pop()) == (0, expected)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
 from treadle.config import Settings, UserError, load_settings, parse_settings
-from treadle.config.settings import save_settings, set_dotted
+from treadle.config.settings import read_yaml, save_settings, set_dotted
 
 
 class Inner(Settings):
@@ -45,6 +45,22 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert settings.name == "run 7"
 
 
+def test_merge_keys_are_merged_and_own_keys_win(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "sources:\n- &first {path: a, weight: 2}\n- {<<: *first, path: b}\n- &last {weight: 3, <<: *first}\n"
+        "- {<<: [*last, {path: d, weight: 7}], path: c}\n",
+    )
+    found = [(source.path, source.weight) for source in load_settings(Outer, file).sources]
+    assert found == [("a", 2), ("b", 2), ("a", 3), ("c", 3)]
+
+
+def test_merging_again_and_again_stays_small(tmp_path: Path) -> None:
+    layers = ["a0: &a0 {k: 1}"]
+    layers += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 30)]  # 9 to the 29th
+    assert read_yaml(write(tmp_path, "\n".join(layers)))["a29"] == {"k": 1}
+
+
 def test_override_makes_the_path_it_needs() -> None:
     assert load_settings(Outer, None, ["train.steps=3"]).train.steps == 3
 
@@ -63,6 +79,11 @@ def test_override_makes_the_path_it_needs() -> None:
         ("- 1", [], ["keys and values"]),
         ("a: [", [], ["not valid YAML"]),
         ("? [1]\n: 2", [], ["not valid YAML", "a key is not a word"]),
+        ("name: 2026-99-99", [], ["not valid YAML", "month"]),
+        ("a: " + "[" * 9999, [], ["not valid YAML"]),
+        ("train: {<<: 5}", [], ["not valid YAML", "<< merges a mapping"]),
+        ("train: &a {steps: 3}\nsources: [{<<: *a, path: x}]", [], ["sources.0.steps"]),
+        ("", ["name=2026-99-99"], ["name=2026-99-99", "not valid YAML"]),
         ("sources: [1]", ["sources.0.path.name=a"], ["sources.0.path"]),
         ("", ["train.steps"], ["train.steps", "key.path=value"]),
         ("", ["sources.0.path=a"], ["'sources'", "valid list"]),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -24,11 +27,16 @@ VERBS = {
 }
 
 
+# What asks for tracebacks; processes that are started inherit it.
+DEBUG = "TREADLE_DEBUG"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: errors become one sentence on stderr, exit code 2 for the user's mistakes, else 1."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words or bool(os.environ.get("TREADLE_DEBUG"))
-    words = [_hyphenated(word) for word in words if word != "--debug"]
+    before = os.environ.get(DEBUG)
+    while words[:1] == ["--debug"]:
+        _debug(bool(words.pop(0)))
     try:
         if words and words[0] in VERBS:
             module = importlib.import_module(f"treadle.cli.{words[0]}")
@@ -42,20 +50,59 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:
-        if debug:
+        if os.environ.get(DEBUG):
             raise
         code = report(error)
+    finally:
+        if before is None:
+            os.environ.pop(DEBUG, None)
     sys.exit(code or 0)
+
+
+class _Verb(typer.Typer):
+    """Typer's application; every command of it has --debug, and option names may be written with underscores."""
+
+    def command(self, *given: Any, **options: Any) -> Any:
+        register = super().command(*given, **options)
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            register(_with_debug(function))
+            return function
+
+        return add
+
+
+def _with_debug(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with the option --debug, as Typer reads it off a signature; `function` itself never sees it."""
+
+    @functools.wraps(function)
+    def wrapped(debug: bool = False, **named: Any) -> Any:
+        return function(**named)
+
+    option = typer.Option(
+        False, "--debug", help="Show the traceback of an error.", callback=_debug, is_eager=True, expose_value=False
+    )
+    parameters = inspect.signature(function).parameters.values()
+    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=option, annotation=bool)
+    wrapped.__signature__ = inspect.Signature([*parameters, debug])  # pyrefly: ignore[missing-attribute]
+    wrapped.__annotations__ = {**function.__annotations__, "debug": bool}
+    return wrapped
+
+
+def _debug(wanted: bool) -> None:
+    """Ask for tracebacks, here and in the processes that are started."""
+    if wanted:
+        os.environ[DEBUG] = "1"
 
 
 def verb_app(help_text: str, **options: Any) -> typer.Typer:
     """Return the Typer application that a verb's file names `app`."""
-    return typer.Typer(
+    return _Verb(
         help=help_text,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _hyphenated},
         **options,
     )
 
@@ -73,7 +120,7 @@ def _verbs() -> typer.Typer:
         version: bool = typer.Option(
             False, "--version", help="Print the version and exit.", callback=_version, is_eager=True
         ),
-        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.", callback=_debug),
     ) -> None:
         pass
 
@@ -102,9 +149,6 @@ def report(error: Exception) -> int:
     return 1
 
 
-def _hyphenated(word: str) -> str:
-    """Take --kv_cache_dtype=x for --kv-cache-dtype=x; a value keeps its underscores."""
-    if not word.startswith("--"):
-        return word
-    name, separator, value = word.partition("=")
-    return name.replace("_", "-") + separator + value
+def _hyphenated(name: str) -> str:
+    """Take the option name kv_cache_dtype for kv-cache-dtype; values never come here."""
+    return name.replace("_", "-")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from treadle.config.errors import UserError, nearest
 
 MAX_SETTINGS_BYTES = 4 << 20
+# Beside its own errors: bytes that are no text, a date such as 2026-99-99, brackets nested without end.
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
 class Settings(BaseModel):
@@ -58,25 +60,46 @@ def read_yaml(path: str | Path) -> Any:
         raise UserError(f"{file} is larger than {MAX_SETTINGS_BYTES >> 20} MiB, too large for a settings file")
     try:
         return yaml.load(file.read_text("utf-8"), _UniqueKeyLoader) or {}  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except NOT_YAML as error:
         raise UserError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; make it readable") from error
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML as usual, but a key given twice is an error, not a silent win for the last, and 3e-4 is a number."""
+    """YAML as usual, merge keys (<<) included, but a key given twice is an error, not a silent win for the last, and
+    3e-4 is a number.
+    """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key is not a word", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a word", key.start_mark)
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put what a mapping merges into it; its own keys win, then those of what is merged first.
+
+        Each key stands there once, however often it is merged, so that small files stay small.
+        """
+        merged, own = {}, {}
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:merge":
+                own[key.tag, key.value] = (key, value)
+                continue
+            for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(source, yaml.MappingNode):
+                    problem = "<< merges a mapping or a list of mappings"
+                    raise yaml.constructor.ConstructorError(None, None, problem, value.start_mark)
+                self.flatten_mapping(source)
+                for pair in source.value:
+                    merged.setdefault((pair[0].tag, pair[0].value), pair)
+        node.value = list((merged | own).values())
 
 
 def set_dotted(tree: dict[str, Any], override: str) -> None:
@@ -86,7 +109,7 @@ def set_dotted(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"'{override}' is not of the form key.path=value")
     try:
         value = yaml.load(text, _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         raise UserError(f"the value of '{override}' is not valid YAML: {' '.join(str(error).split())}") from error
     keys = path.strip().split(".")
     node: Any = tree

@@ -37,7 +37,7 @@ def launch(settings_file: Path, processes: int) -> None:
 
         agent = _agent(settings_file, processes, scratch, signals)
         failures = Path(scratch) / "failure"
-        with _environment({FAILURE_FILE: str(failures), LAUNCHED: str(os.getpid()), **_loopback(), **_debug()}):
+        with _environment({FAILURE_FILE: str(failures), LAUNCHED: str(os.getpid()), **_loopback()}):
             try:
                 result = agent.run()
             except SignalException as error:
@@ -164,10 +164,6 @@ def _loopback() -> dict[str, str]:
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         return {"GLOO_SOCKET_IFNAME": "lo"}
     return {}
-
-
-def _debug() -> dict[str, str]:
-    return {"TREADLE_DEBUG": "1"} if "--debug" in sys.argv else {}
 
 
 @contextlib.contextmanager
