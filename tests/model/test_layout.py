@@ -62,6 +62,14 @@ def test_every_element_has_its_rank(case: tuple[ModelSpec, Plan]) -> None:
         twice = name == "embedding.weight" and spec.tied and plan.pp > 1
         assert bool((times == copies * (1 + twice)).all()), name
         assert owned == parameter.numel(), name
+        parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape))
+        stacked = layouts[0].stacked(name, parameter)
+        assert torch.equal(layouts[0].unstacked(name, stacked), parameter)
+        for layout in layouts[: plan.tp]:
+            shard = layout.shard(name)
+            if shard is not None:
+                part = stacked.chunk(plan.tp, shard.dim)[layout.coordinates["tp"]]
+                assert torch.equal(part, shard.of(parameter))
 
 
 def _where(shard) -> tuple[slice, ...]:

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.serve.tiny import attention, model_spec
 from treadle.model.context import PackedContext
 from treadle.model.layout import Layout
 from treadle.model.lora import LoraSpec, attach_lora
-from treadle.model.parallel import lay_out
+from treadle.model.parallel import distribute, lay_out
 from treadle.model.spec import LayerSpec, MlpSpec, ModelSpec
 from treadle.model.stages import ParallelModel
 from treadle.model.transformer import Transformer
@@ -139,3 +140,37 @@ def test_losses_and_gradients_are_those_of_the_whole_model(ranks) -> None:
             assert loss < 1e-6, name
             assert difference < 10 * TOLERANCE, f"{name}: {worst}"
     assert [loss for loss, *_ in results[0]] == [loss for loss, *_ in results[1]], "each rank has the same loss"
+
+
+def _sharded_twice(name: str, plan: Plan) -> tuple[float, str, float]:
+    """Return as `_gradients` does, for parameters sharded over two axes, of their whole gradients."""
+    from treadle.parallel.shard import local_gradients, shard
+
+    spec = SPECS[name]
+    with join(plan, torch.device("cpu")) as mesh:
+        layout = Layout(spec, plan, mesh.rank)
+        model, tokens = whole(spec, lora=True), tokens_of(spec)
+        weights, targets = torch.linspace(0.0, 2.0, len(tokens)), tokens.roll(-1)
+        part = copy.deepcopy(model)
+        loss, _ = model(tokens, PackedContext.of_lengths(LENGTHS), targets, weights)
+        loss.backward()
+        lay_out(part, layout, mesh.tensor_group())
+        distribute(part, mesh.device_mesh["tp"])
+        shard(part, part.layers, mesh, None, reshard_in_forward=True)
+        # Each of the two data ranks has the batch with half the weight, so that the sum is the whole.
+        own, _ = part(tokens, PackedContext.of_lengths(LENGTHS), targets, weights / 2)
+        own.backward()
+        assert local_gradients(part.parameters())
+        worst = ("", 0.0)
+        for key, parameter in part.named_parameters():
+            expected, got = model.get_parameter(key).grad, parameter.grad
+            assert expected is not None and isinstance(got, DTensor)
+            difference = (layout.unstacked(key, got.full_tensor()) - expected).abs().max() / expected.abs().max()
+            worst = max(worst, (key, float(difference)), key=lambda one: one[1])
+        return abs(float((2 * own / loss).detach()) - 1), *worst
+
+
+def test_shards_are_sharded_again_over_data_ranks(ranks) -> None:
+    for loss, worst, difference in ranks(4).run(_sharded_twice, "everything", Plan(tp=2, dp_shard=2)):
+        assert loss < 1e-6
+        assert difference < 10 * TOLERANCE, worst

@@ -105,7 +105,11 @@ class Attention(nn.Module):
             cos, sin = context.rope(spec.rope)
             query = ops.rope(query, cos, sin, spec.rope.interleaved)
             key = ops.rope(key, cos, sin, spec.rope.interleaved)
-        return self.o(context.attend(self.layer, spec, query, key, value, self.sinks).flatten(-2))
+        return self.o(context.attend(self.layer, spec, query, key, value, self.head_sinks()).flatten(-2))
+
+    def head_sinks(self) -> Float[Tensor, "H"] | None:
+        """Return the logit of each head's sink, where heads have one."""
+        return self.sinks
 
 
 class GatedMlp(nn.Module):

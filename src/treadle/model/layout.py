@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from treadle.config import UserError
 from treadle.model.spec import LayerSpec, ModelSpec
@@ -104,9 +105,10 @@ class Layout:
             return self.first or (self.last and self.spec.tied)
         return self.last
 
-    def shard(self, name: str) -> TensorShard | None:
-        """Return what this rank holds of a parameter, an adapter's included; None for all of it."""
-        tp, index = self.plan.tp, self.coordinates["tp"]
+    def shard(self, name: str, index: int | None = None) -> TensorShard | None:
+        """Return what this rank, or the one at `index` of its tp axis, holds of a parameter, an adapter's included; None
+        for all of it."""
+        tp, index = self.plan.tp, self.coordinates["tp"] if index is None else index
         parts = name.split(".")
         if tp == 1:
             return None
@@ -130,6 +132,23 @@ class Layout:
         if part in ("k", "v"):
             return cut(attention.kv_heads, tp, index, dim, attention.head_size, repeat=True)
         return cut(layer.mlp.width, tp, index, dim)
+
+    def stacked(self, name: str, whole: Tensor) -> Tensor:
+        """Return the shards of all ranks of the tp axis one behind the other, as a DTensor of them holds them: what
+        several ranks have is there several times, and padding where there is any."""
+        shards = [self.shard(name, index) for index in range(self.plan.tp)]
+        parts = [shard.of(whole) for shard in shards if shard is not None]
+        first = shards[0]
+        return whole if first is None else torch.cat(parts, first.dim)
+
+    def unstacked(self, name: str, stacked: Tensor) -> Tensor:
+        """Return the whole tensor, given what `stacked` makes of it."""
+        shards = [self.shard(name, index) for index in range(self.plan.tp)]
+        first = shards[0]
+        if first is None:
+            return stacked
+        parts = zip(shards, stacked.chunk(self.plan.tp, first.dim), strict=True)
+        return torch.cat([s.unpadded(part) for s, part in parts if s is not None and s.copy == 0], first.dim)
 
     def owned(self, name: str, shape: torch.Size) -> int:
         """Return how many elements of this rank's part of a parameter, of this shape, count as its own: no padding, and

@@ -10,18 +10,22 @@ attach to them, and checkpoints name them, as ever.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from treadle import ops
-from treadle.model.blocks import Embedding, Layer, Linear, Readout, RmsNorm
+from treadle.model.blocks import Attention, Embedding, GatedMlp, Layer, Linear, Readout, RmsNorm
+from treadle.model.context import Context
 from treadle.model.layout import COLUMN, ROW, Layout
 from treadle.model.transformer import Transformer
 from treadle.parallel.tensor import TensorGroup, TensorShard, copy_in, gather_out, local, shared, sum_out
 from treadle.parallel.vocabulary import vocabulary_cross_entropy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ColumnLinear(Linear):
@@ -54,7 +58,7 @@ class RowLinear(Linear):
 
 def _adapter_term(adapter: nn.Module, x: Tensor, group: TensorGroup, **copies: int) -> Tensor:
     """Return what the adapter adds; `copies` says how many ranks hold the same of each of its parameters."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not any(hasattr(value, "to_local") for value in adapter.parameters()):
         return adapter(x)
     parameters = {name: shared(local(value), group, copies[name]) for name, value in adapter.named_parameters()}
     return torch.func.functional_call(adapter, parameters, (x,))
@@ -68,6 +72,27 @@ class HeadNorm(RmsNorm):
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         weight = shared(local(self.weight), self.group, self.group.size)
         return ops.rms_norm(x, weight, self.eps, self.offset)
+
+
+class SharedAttention(Attention):
+    """Attention of a part of the heads. Its input is copied in once for q, k and v: backward there is one sum."""
+
+    group: TensorGroup
+
+    def forward(self, x: Float[Tensor, "T D"], context: Context) -> Float[Tensor, "T D"]:
+        return super().forward(copy_in(x, self.group), context)
+
+    def head_sinks(self) -> Float[Tensor, "H"] | None:
+        return None if self.sinks is None else local(self.sinks)
+
+
+class SharedMlp(GatedMlp):
+    """A part of the feed-forward width."""
+
+    group: TensorGroup
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        return super().forward(copy_in(x, self.group))
 
 
 class VocabularyEmbedding(Embedding):
@@ -147,6 +172,29 @@ def lay_out(model: Transformer, layout: Layout, group: TensorGroup | None) -> No
         model.readout = VocabularyReadout(model.spec.final_softcap, model.spec.vocabulary, shard, group)
 
 
+def distribute(model: Transformer, mesh: DeviceMesh) -> None:
+    """Make the shards of a laid-out model DTensors over the tp axis' `mesh`, as training wants them.
+
+    Sharding over further axes, saving and resharding then come from PyTorch; the modules compute on the local tensors.
+    What every rank holds whole stays as it is. See `Layout.stacked` for what a DTensor is of.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert model.layout is not None
+    for name, parameter in list(model.named_parameters()):
+        shard = model.layout.shard(name)
+        if shard is None:
+            continue
+        shape = list(parameter.shape)
+        shape[shard.dim] *= model.layout.plan.tp
+        whole = torch.empty(shape, device="meta")
+        value = DTensor.from_local(
+            parameter.detach(), mesh, [Shard(shard.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        owner, _, part = name.rpartition(".")
+        setattr(model.get_submodule(owner), part, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
 def _keep_stage(model: Transformer, layout: Layout) -> None:
     """Take away what other pipeline stages hold. Layers keep their names; towards the context they count from 0."""
     kept = nn.ModuleList()
@@ -174,8 +222,8 @@ def _share_layer(layer: Layer, layout: Layout, group: TensorGroup) -> None:
                 _become(linear, RowLinear, group=group)
             elif isinstance(linear, RmsNorm):
                 _become(linear, HeadNorm, group=group)
-        # Once for all that takes this input, so that backward there is one sum.
-        module.register_forward_pre_hook(lambda _, inputs: (copy_in(inputs[0], group), *inputs[1:]))
+    _become(attention, SharedAttention, group=group)
+    _become(mlp, SharedMlp, group=group)
 
 
 def _become(module: nn.Module, kind: type[nn.Module], **more: Any) -> None:

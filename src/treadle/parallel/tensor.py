@@ -68,17 +68,21 @@ def cut(size: int, ranks: int, index: int, dim: int = 0, unit: int = 1, repeat: 
 class TensorGroup:
     """The ranks that share each layer, and this one's index among them.
 
-    `exchange` is their shared memory where they have one; else their tensors go through `group`.
+    `exchange` is their shared memory where they have one; else their tensors go through `group`. With `ordered` they are
+    added in the order of the ranks, so that an element's sum does not depend on how many others travel beside it.
     """
 
     def __init__(self, group: dist.ProcessGroup, exchange: Exchange | None = None) -> None:
         self.group, self.exchange = group, exchange
-        self.index, self.size = group.rank(), group.size()
+        self.index, self.size, self.ordered = group.rank(), group.size(), False
 
     def sum(self, x: Tensor, exact: bool = False) -> Tensor:
         """Return the sum of `x` over ranks, in its dtype. It is added up in fp32 unless that is `exact` anyhow."""
         if self.exchange is not None and self.exchange.takes(x):
             return self.exchange.sum(x)
+        if self.ordered:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return sum((part.to(wide) for part in self.gather(x)), x.new_zeros((), dtype=wide)).to(x.dtype)
         total = x.to(torch.float32, copy=True) if not exact and x.dtype.itemsize < 4 else x.clone()
         dist.all_reduce(total, group=self.group)
         return total.to(x.dtype)

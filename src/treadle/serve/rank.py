@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from treadle import ops
 from treadle.model.layout import Layout
 from treadle.model.parallel import lay_out
 from treadle.model.spec import ModelSpec
@@ -86,7 +87,8 @@ class Rank:
         context = PagedContext(cache, command.batch, device, self.deterministic)
         tokens = torch.tensor(command.batch.tokens, device=device)
         model = self.weights[command.weights]
-        logits, hidden = model(tokens, context, context.rows, context.pooled)  # pyrefly: ignore[bad-argument-type]
+        with ops.row_invariant(self.deterministic):
+            logits, hidden = model(tokens, context, context.rows, context.pooled)  # pyrefly: ignore[bad-argument-type]
         return StepOutput(logits.float(), hidden.float())
 
     def measure(self) -> dict[str, float]:
@@ -122,6 +124,8 @@ class Rank:
     def make_cache(self, command: commands.MakeCache) -> None:
         """Make the cache, in place of one that is there."""
         self.deterministic = command.deterministic
+        if self._tensor is not None:
+            self._tensor.ordered = command.deterministic
         format = KVFormat.of(command.format, self.module.dtype, self.mesh.device)
         self.cache = KVCache(
             self.layout.local,
