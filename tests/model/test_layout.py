@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serve.tiny import attention, model_spec
@@ -34,6 +34,7 @@ def laid_out(draw: st.DrawFn) -> tuple[ModelSpec, Plan]:
     return replace(spec, layers=(layer,) * layers), Plan(pp=draw(st.integers(1, layers)), tp=tp, dp_shard=1)
 
 
+@settings(deadline=None)
 @given(laid_out())
 def test_every_element_has_its_rank(case: tuple[ModelSpec, Plan]) -> None:
     spec, plan = case
@@ -76,6 +77,7 @@ def _where(shard) -> tuple[slice, ...]:
     return (slice(None),) * shard.dim + (slice(shard.start, shard.stop),)
 
 
+@settings(deadline=None)
 @given(laid_out())
 def test_the_local_spec_is_that_of_the_shards(case: tuple[ModelSpec, Plan]) -> None:
     spec, plan = case
@@ -93,6 +95,7 @@ def test_the_local_spec_is_that_of_the_shards(case: tuple[ModelSpec, Plan]) -> N
     assert seen == list(range(len(spec.layers)))
 
 
+@settings(deadline=None)
 @given(
     costs=st.lists(st.integers(1, 9), min_size=1, max_size=7),
     stages=st.integers(1, 7),

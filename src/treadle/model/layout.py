@@ -106,8 +106,10 @@ class Layout:
         return self.last
 
     def shard(self, name: str, index: int | None = None) -> TensorShard | None:
-        """Return what this rank, or the one at `index` of its tp axis, holds of a parameter, an adapter's included; None
-        for all of it."""
+        """Return what this rank, or the one at `index` of its tp axis, holds of a parameter, an adapter's included.
+
+        None stands for all of it.
+        """
         tp, index = self.plan.tp, self.coordinates["tp"] if index is None else index
         parts = name.split(".")
         if tp == 1:

@@ -68,8 +68,8 @@ def cut(size: int, ranks: int, index: int, dim: int = 0, unit: int = 1, repeat: 
 class TensorGroup:
     """The ranks that share each layer, and this one's index among them.
 
-    `exchange` is their shared memory where they have one; else their tensors go through `group`. With `ordered` they are
-    added in the order of the ranks, so that an element's sum does not depend on how many others travel beside it.
+    `exchange` is their shared memory where they have one; else their tensors go through `group`. With `ordered` they
+    are added in the order of the ranks, so that an element's sum does not depend on how many others travel beside it.
     """
 
     def __init__(self, group: dist.ProcessGroup, exchange: Exchange | None = None) -> None:
