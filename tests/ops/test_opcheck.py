@@ -35,6 +35,10 @@ def head(for_x: bool, for_weight: bool) -> tuple:
     return (x, weight, torch.tensor([1, 2, -100, 8, 0]), torch.tensor([1.0, 2, 0, 1, 1]), 2.0, for_x, for_weight)
 
 
+def quantized_cache() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(4, 2, 10, 5, dtype=torch.uint8), torch.zeros(4, 2, 5, 10, dtype=torch.uint8)
+
+
 SAMPLES: dict[str, list[Callable[[], tuple]]] = {
     "linear": [lambda: (leaf(3, 4), leaf(5, 4), leaf(5)), lambda: (leaf(2, 3, 4), leaf(5, 4))],
     "embedding": [lambda: (torch.tensor([1, 0, 2]), leaf(4, 6))],
@@ -69,11 +73,15 @@ SAMPLES: dict[str, list[Callable[[], tuple]]] = {
             0.3,
         )
     ],
-    "paged_write": [lambda: (*torch.randn(2, 3, 2, 8), *torch.randn(2, 4, 2, 5, 8), torch.tensor([7, 0, 19]))],
+    "paged_write": [
+        lambda: (*torch.randn(2, 3, 2, 8), torch.randn(4, 2, 8, 5), torch.randn(4, 2, 5, 8), torch.tensor([7, 0, 19])),
+        lambda: (*torch.randn(2, 3, 2, 8), *quantized_cache(), torch.tensor([7, 0, 19])),
+    ],
     "paged_attention": [
         lambda: (
             torch.randn(3, 4, 8),
-            *torch.randn(2, 4, 2, 5, 8),
+            torch.randn(4, 2, 8, 5),
+            torch.randn(4, 2, 5, 8),
             torch.tensor([[2, 3], [1, 0]], dtype=torch.int32),
             starts(0, 1, 3),
             torch.tensor([7, 2], dtype=torch.int32),

@@ -20,7 +20,7 @@ from treadle.serve.paged import PagedContext
 class Sequences:
     """Sequences of tokens, fed in pieces; blocks are handed out in random order and freed behind a group's window.
 
-    Freed blocks, and those never used, hold NaN.
+    Freed blocks, and those never used, hold what is not a number.
     """
 
     def __init__(self, module: Transformer, tokens: list[list[int]], block_size: int = 4, format: str = "auto") -> None:
@@ -41,7 +41,7 @@ class Sequences:
     def spoil(self, group: int, block: int) -> None:
         for layer in self.groups[group].layers:
             for tensor in self.cache.layer(layer):
-                tensor[block] = torch.nan
+                tensor[block] = 255 if tensor.dtype == torch.uint8 else torch.nan  # a scale of 255 is not a number
 
     def step(self, pieces: dict[int, int], deterministic: bool = False) -> dict[int, torch.Tensor]:
         """Compute so many more tokens of these sequences and return the logits after the last of each."""

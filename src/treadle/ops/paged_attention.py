@@ -1,17 +1,41 @@
-"""Attention of new tokens over keys and values held in blocks; the options are those of `attention`."""
+"""Attention of new tokens over keys and values held in blocks (see `paged_cache`); the options are `attention`'s."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from treadle.ops.attention import attend
-from treadle.ops.paged_cache import gather
+from treadle.ops import native
+from treadle.ops.attention import PADDED_TO, attend
+from treadle.ops.native import abi
+from treadle.ops.paged_cache import describe, fits_native, gather_native, gather_reference
 from treadle.ops.registry import Operator
 from treadle.ops.tensors import like
+
+# From this many new rows on, a sequence's attention is a matrix product rather than a read of its cache.
+LONG_ROWS = 16
+# A sequence's rows are cut so that no mask has more elements than this.
+MASK_ELEMENTS = 1 << 22
+
+
+class _Sequence(NamedTuple):
+    """The new rows of one sequence and the blocks that they see, which hold `length` entries laid end to end.
+
+    The entries before `first` belong to nobody any more.
+    """
+
+    rows: slice
+    blocks: list[int]
+    first: int
+    length: int
+
+    @property
+    def new(self) -> int:
+        return self.rows.stop - self.rows.start
 
 
 def paged_attention_reference(
@@ -28,10 +52,19 @@ def paged_attention_reference(
     by_rows: bool = False,
 ) -> Tensor:
     out = like(q)
-    for rows, first, blocks in _sequences(q, key_cache, tables, starts, lengths, window):
-        index, length = torch.tensor(blocks, device=q.device), first[1]
-        keys, values = (gather(cache, index).transpose(0, 1)[first[0] : length] for cache in (key_cache, value_cache))
-        out[rows], _ = attend(q[rows], keys, values, scale, window, softcap, sinks)
+    for one in _sequences(q, key_cache, tables, starts, lengths, window):
+        blocks = torch.tensor(one.blocks, device=q.device)
+        keys, values = (
+            x.transpose(0, 1)
+            for x in gather_reference(key_cache, value_cache, blocks, one.length, one.length, q.shape[-1])
+        )
+        step = 1 if by_rows else one.new
+        for begin in range(one.rows.start, one.rows.stop, step):
+            rows = slice(begin, begin + step)
+            stop = one.length - (one.rows.stop - rows.stop)
+            # A row by itself: neither the rows beside it nor those of another step before it change the shapes.
+            first = max(one.first, stop - window) if by_rows and window else one.first
+            out[rows], _ = attend(q[rows], keys[first:stop], values[first:stop], scale, window, softcap, sinks)
     return out
 
 
@@ -46,33 +79,197 @@ PAGED_ATTENTION = Operator(
 
 def _sequences(
     q: Tensor, cache: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, window: int
-) -> Iterator[tuple[slice, tuple[int, int], list[int]]]:
-    """Yield (rows, (first, stop), blocks) of each sequence that has new rows.
-
-    Its rows see entries first .. stop - 1 of these blocks laid end to end. Raises ValueError where one is outside.
-    """
-    size = cache.shape[2]
+) -> Iterator[_Sequence]:
+    """Yield each sequence that has new rows. Raises ValueError where one is outside the cache."""
+    size = cache.shape[3]
     bounds = starts.tolist()
     if bounds[0] != 0 or bounds[-1] > q.shape[0]:
-        raise ValueError(f"starts must rise from 0 to the number of rows ({q.shape[0]}), got {bounds}")
+        raise ValueError(_outside(q, cache))
     for index, (table, length) in enumerate(zip(tables.tolist(), lengths.tolist(), strict=True)):
         new = bounds[index + 1] - bounds[index]
+        skipped = (max(0, length - new - window + 1) if window else 0) // size
+        blocks = table[skipped : -(-length // size)]
+        if not (0 <= new <= length <= len(table) * size):
+            raise ValueError(_outside(q, cache))
+        if new == 0:
+            continue
+        if not all(0 < block < cache.shape[0] for block in blocks):
+            raise ValueError(_outside(q, cache))
         first = max(0, length - new - window + 1) if window else 0
-        blocks = table[first // size : -(-length // size)]
-        if not (0 <= new <= length <= len(table) * size and all(0 < block < cache.shape[0] for block in blocks)):
-            raise ValueError(
-                f"sequence {index} has {new} new rows and {length} in all in the blocks {blocks}; "
-                f"the cache has {cache.shape[0]} blocks of {size}, of which block 0 belongs to nobody"
-            )
-        if new:
-            skipped = first // size * size
-            yield slice(bounds[index], bounds[index + 1]), (first - skipped, length - skipped), blocks
+        yield _Sequence(
+            slice(bounds[index], bounds[index + 1]), blocks, first - skipped * size, length - skipped * size
+        )
+
+
+def _outside(q: Tensor, cache: Tensor) -> str:
+    return (
+        "a sequence has more new rows than tokens, more tokens than its blocks hold, or a block that does not exist: "
+        f"there are {q.shape[0]} rows, and the cache has {cache.shape[0]} blocks of {cache.shape[3]}, the first of "
+        "which belongs to nobody"
+    )
+
+
+def _attend_many(
+    q: Tensor,
+    keys: Float[Tensor, "K P E"],
+    values: Float[Tensor, "K P E"],
+    one: _Sequence,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention of one sequence's rows by matrix products; keys and values are padded."""
+    if softcap != 0.0 or sinks is not None or q.dtype not in (torch.float32, torch.bfloat16):
+        keys, values = (x.transpose(0, 1)[one.first : one.length] for x in (keys, values))
+        return attend(q, keys, values, scale, window, softcap, sinks)[0]
+    out = like(q)
+    step = max(PADDED_TO, MASK_ELEMENTS // keys.shape[1] // PADDED_TO * PADDED_TO)
+    for begin in range(0, one.new, step):
+        rows = slice(begin, min(begin + step, one.new))
+        out[rows] = _flash(q[rows], keys, values, one.length - one.new + begin, one.first, scale, window)
+    return out
+
+
+def _flash(q: Tensor, keys: Tensor, values: Tensor, past: int, first: int, scale: float, window: int) -> Tensor:
+    """PyTorch's blockwise attention. It compiles its matrix products for each length that it meets, so that the rows
+    are padded to few lengths, as the keys are."""
+    new = q.shape[0]
+    padded = -(-new // PADDED_TO) * PADDED_TO
+    keys, values = (x[:, : -(-(past + new) // PADDED_TO) * PADDED_TO] for x in (keys, values))
+    row = torch.arange(past, past + padded)[:, None]
+    column = torch.arange(keys.shape[1])
+    seen = (column <= row) & (column >= first)
+    if window:
+        seen &= column > row - window
+    # Padding rows see what the last row sees, so that they are finite where that row is.
+    seen[new:] = seen[new - 1]
+    mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)
+    q = torch.cat((q, q[-1:].expand(padded - new, -1, -1)))
+    part, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(0, 1)[None], keys[None], values[None], 0.0, False, attn_mask=mask, scale=scale
+    )
+    return part[0, :, :new].transpose(0, 1)
+
+
+def _long(q: Tensor, tables: Tensor, one: _Sequence) -> tuple[Tensor, int]:
+    """Return a long sequence's blocks as a tensor, and the length that its keys are padded to."""
+    return torch.tensor(one.blocks), -(-one.length // PADDED_TO) * PADDED_TO
+
+
+def _fits_flash(q: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> bool:
+    by_rows = rest[7] if len(rest) > 7 else False
+    return (
+        q.is_cpu
+        and q.dtype in (torch.float32, torch.bfloat16)
+        and q.dim() == 3
+        and key_cache.dim() == 4
+        and q.shape[1] % key_cache.shape[1] == 0
+        and not by_rows
+    )
+
+
+@PAGED_ATTENTION.kernel(
+    "pytorch_flash", needs=lambda: "", accepts=_fits_flash, takes="float32 or bfloat16 on CPU; not by rows"
+)
+def _flash_kernel(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    by_rows: bool = False,
+) -> Tensor:
+    out = like(q)
+    for one in _sequences(q, key_cache, tables, starts, lengths, window):
+        blocks, padded = _long(q, tables, one)
+        keys, values = gather_reference(key_cache, value_cache, blocks, one.length, padded, q.shape[-1])
+        out[one.rows] = _attend_many(
+            q[one.rows], keys.to(q.dtype), values.to(q.dtype), one, scale, window, softcap, sinks
+        )
+    return out
+
+
+_paged = abi.function("paged_attention")
+
+
+def _fits_native(q: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> bool:
+    sinks = rest[6] if len(rest) > 6 else None
+    return (
+        abi.on_cpu(q)
+        and q.dim() == 3
+        and fits_native(q.shape[-1], key_cache, value_cache)
+        and q.shape[1] % key_cache.shape[1] == 0
+        and all(x.is_cpu for x in rest[:3])
+        and (sinks is None or (sinks.is_cpu and sinks.shape == q.shape[1:2]))
+    )
+
+
+@PAGED_ATTENTION.kernel(
+    "native",
+    native.missing,
+    accepts=_fits_native,
+    takes="float32 or bfloat16 on CPU; caches of float32, bfloat16, 8 or 4 bits",
+)
+def _native(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    by_rows: bool = False,
+) -> Tensor:
+    """Sequences of few new rows all go to the native kernel at once, those of more one by one to matrix products."""
+    out = like(q)
+    size, tokens = q.shape[-1], q.shape[0]
+    tables, starts, lengths = (x.to(torch.int32).contiguous() for x in (tables, starts, lengths))
+    most = tokens if by_rows else LONG_ROWS - 1
+    rows = abi.by_rows(q)
+    floats = None if sinks is None else sinks.float().contiguous()
+    arguments = abi.PagedAttention(
+        abi.DTYPES[q.dtype],
+        describe(size, key_cache, value_cache),
+        q.shape[1],
+        scale,
+        softcap,
+        window,
+        abi.rows_of(rows),
+        abi.rows_of(out),
+        None if floats is None else floats.data_ptr(),
+        *tables.shape,
+        tables.data_ptr(),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        tokens,
+        most,
+    )
+    if starts.shape[0] != tables.shape[0] + 1 or lengths.shape[0] != tables.shape[0]:
+        raise ValueError(_outside(q, key_cache))
+    if not _paged(arguments, tokens, torch.get_num_threads()):
+        raise ValueError(_outside(q, key_cache))
+    if tokens > most:  # perhaps one sequence has them all
+        for one in _sequences(q, key_cache, tables, starts, lengths, window):
+            if one.new > most:
+                blocks, padded = _long(q, tables, one)
+                keys, values = gather_native(key_cache, value_cache, blocks, one.length, padded, size, q.dtype)
+                out[one.rows] = _attend_many(q[one.rows], keys, values, one, scale, window, softcap, sinks)
+    return out
 
 
 def paged_attention(
     q: Float[Tensor, "T H E"],
-    key_cache: Float[Tensor, "N K C E"],
-    value_cache: Float[Tensor, "N K C E"],
+    key_cache: Shaped[Tensor, "N K R C"],
+    value_cache: Shaped[Tensor, "N K C R"],
     tables: Int[Tensor, "S B"],
     starts: Int[Tensor, " S1"],
     lengths: Int[Tensor, " S"],
@@ -87,7 +284,7 @@ def paged_attention(
     Sequence s has the query rows starts[s] to starts[s + 1]; its entry p lies in block tables[s, p // C] at p % C, and
     its first lengths[s] entries are written, the last of which belong to the query rows. A block that lies before the
     window of all its rows is never read: its table entry may be 0. With `by_rows` each row is computed the same way
-    whatever else is in the batch, so that its result is the same bit for bit.
+    whatever else is in the batch, so that its result is the same bit for bit. Raises ValueError for what is outside.
     """
     return PAGED_ATTENTION.call(
         q, key_cache, value_cache, tables, starts, lengths, scale, window, softcap, sinks, by_rows

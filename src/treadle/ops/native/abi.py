@@ -68,9 +68,52 @@ Sample = _structure(
     ("vocabulary", _I64),
     *_named(_POINTER, "logits odds temperature top_k top_p min_p uniform tokens"),
 )
+PagedCache = _structure(
+    "PagedCache",
+    ("type", _I32),
+    *_named(_I64, "blocks kv_heads block_size size"),
+    *_named(_POINTER, "keys values"),
+)
+PagedWrite = _structure(
+    "PagedWrite", ("type", _I32), ("cache", PagedCache), *_named(Rows, "key value"), ("rows", _POINTER)
+)
+PagedGather = _structure(
+    "PagedGather",
+    ("type", _I32),
+    ("cache", PagedCache),
+    ("blocks", _POINTER),
+    *_named(_I64, "length padded"),
+    *_named(_POINTER, "keys values"),
+)
+PagedAttention = _structure(
+    "PagedAttention",
+    ("type", _I32),
+    ("cache", PagedCache),
+    ("heads", _I64),
+    *_named(_F32, "scale softcap"),
+    ("window", _I64),
+    *_named(Rows, "q out"),
+    ("sinks", _POINTER),
+    *_named(_I64, "sequences width"),
+    *_named(_POINTER, "tables starts lengths"),
+    *_named(_I64, "tokens most_rows"),
+)
 
 # In the order in which the library's `treadle_size` counts them.
-STRUCTURES = (Rows, RmsNorm, RmsNormBackward, GatedActivation, Rope, CrossEntropy, CachedAttention, Sample)
+STRUCTURES = (
+    Rows,
+    RmsNorm,
+    RmsNormBackward,
+    GatedActivation,
+    Rope,
+    CrossEntropy,
+    CachedAttention,
+    Sample,
+    PagedCache,
+    PagedWrite,
+    PagedGather,
+    PagedAttention,
+)
 
 NO_ROWS = (None, 1, 0, 0)
 
@@ -99,20 +142,23 @@ def on_cpu(*tensors: Tensor) -> bool:
     return all(x.dtype in DTYPES and x.is_cpu for x in tensors)
 
 
-def function(name: str, *pointers: Any) -> Callable[..., None]:
+def function(name: str, *pointers: Any) -> Callable[..., bool]:
     """Return the library's function `treadle_<name>`.
 
-    It takes the argument structure, the further `pointers`, the number of rows and the number of threads, and raises
-    TreadleError where memory is short. The library is loaded on the first call.
+    It takes the argument structure, the further `pointers`, the number of rows and the number of threads, and returns
+    whether all rows that the arguments name exist (where the function looks). It raises TreadleError where memory is
+    short. The library is loaded on the first call.
     """
     found: Any = None
 
-    def call(arguments: Any, *rest: int) -> None:
+    def call(arguments: Any, *rest: int) -> bool:
         nonlocal found
         if found is None:
             found = getattr(native.library(), f"treadle_{name}")
             found.argtypes, found.restype = [_POINTER, *pointers, _I64, _I32], _I32
-        if found(ctypes.byref(arguments), *rest) != 0:
+        code = found(ctypes.byref(arguments), *rest)
+        if code == -1:
             raise TreadleError(f"out of memory in the native kernel {name}; use a smaller batch")
+        return code == 0
 
     return call

@@ -89,6 +89,8 @@ struct Sample {
   std::int64_t* tokens;
 };
 
+struct PagedKernels;
+
 // Each function handles rows begin .. end-1. `grad_weight` is float32 and is added to.
 struct Kernels {
   const char* name;
@@ -100,6 +102,10 @@ struct Kernels {
   void (*cross_entropy)(const CrossEntropy&, std::int64_t begin, std::int64_t end);
   void (*cached_attention)(const CachedAttention&, std::int64_t begin, std::int64_t end);
   void (*sample)(const Sample&, std::int64_t begin, std::int64_t end);
+  const PagedKernels* paged;
 };
+
+// The variant in use.
+const Kernels& chosen_kernels();
 
 }  // namespace treadle

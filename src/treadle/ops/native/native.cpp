@@ -8,6 +8,7 @@
 
 #include "exchange.h"
 #include "kernels.h"
+#include "paged.h"
 #include "pool.h"
 
 #define TREADLE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -88,17 +89,21 @@ int32_t run_rows(void (*function)(const Arguments&, int64_t, int64_t), const Arg
 }
 
 }  // namespace
+
+const Kernels& chosen_kernels() { return *chosen().load(); }
+
 }  // namespace treadle
 
 using namespace treadle;
 
 // Changes whenever a function's meaning does; the Python side refuses a library of another number.
-TREADLE_EXPORT int32_t treadle_abi() { return 2; }
+TREADLE_EXPORT int32_t treadle_abi() { return 3; }
 
 // The size in bytes of the argument structure at `index`, so that the Python side can compare its own; -1 beyond the last.
 TREADLE_EXPORT int32_t treadle_size(int32_t index) {
-  constexpr std::size_t sizes[] = {sizeof(Rows), sizeof(RmsNorm),      sizeof(RmsNormBackward), sizeof(GatedActivation),
-                                   sizeof(Rope), sizeof(CrossEntropy), sizeof(CachedAttention), sizeof(Sample)};
+  constexpr std::size_t sizes[] = {sizeof(Rows),        sizeof(RmsNorm),      sizeof(RmsNormBackward), sizeof(GatedActivation),
+                                   sizeof(Rope),        sizeof(CrossEntropy), sizeof(CachedAttention), sizeof(Sample),
+                                   sizeof(PagedCache),  sizeof(PagedWrite),   sizeof(PagedGather),     sizeof(PagedAttention)};
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   return index >= 0 && index < count ? static_cast<int32_t>(sizes[index]) : -1;
 }
