@@ -63,16 +63,6 @@ SAMPLES: dict[str, list[Callable[[], tuple]]] = {
         lambda: head(False, True),
         lambda: head(False, False),
     ],
-    "cached_attention": [
-        lambda: (
-            torch.randn(3, 4, 8),
-            *torch.randn(2, 3, 6, 2, 8),
-            torch.tensor([2, 0]),
-            starts(0, 1, 3),
-            torch.tensor([4, 2], dtype=torch.int32),
-            0.3,
-        )
-    ],
     "paged_write": [
         lambda: (*torch.randn(2, 3, 2, 8), torch.randn(4, 2, 8, 5), torch.randn(4, 2, 5, 8), torch.tensor([7, 0, 19])),
         lambda: (*torch.randn(2, 3, 2, 8), *quantized_cache(), torch.tensor([7, 0, 19])),

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from tests.serve.tiny import SPECS, attention, build, model_spec, whole
+from treadle import ops
+from treadle.config import UserError
+from treadle.model.context import PackedContext
 from treadle.model.rope import length_dependent_ropes, rope_regime
-from treadle.model.spec import ModelSpec
+from treadle.model.spec import AttentionSpec, ModelSpec
 from treadle.model.transformer import Transformer
+from treadle.ops.paged_cache import gather_reference
 from treadle.serve.batch import NULL_BLOCK, StepBatch, layer_groups
-from treadle.serve.kv_cache import KVCache, KVFormat
+from treadle.serve.kv_cache import KVCache, KVFormat, group_bytes_per_token
 from treadle.serve.paged import PagedContext
 
 
@@ -43,7 +50,7 @@ class Sequences:
             for tensor in self.cache.layer(layer):
                 tensor[block] = 255 if tensor.dtype == torch.uint8 else torch.nan  # a scale of 255 is not a number
 
-    def step(self, pieces: dict[int, int], deterministic: bool = False) -> dict[int, torch.Tensor]:
+    def step(self, pieces: dict[int, int], deterministic: bool = False) -> dict[int, Tensor]:
         """Compute so many more tokens of these sequences and return the logits after the last of each."""
         ropes = length_dependent_ropes(self.module.spec)
         pasts, counts, lengths, new = [], [], [], []
@@ -124,6 +131,96 @@ def test_random_chunkings_equal_the_whole() -> None:
             now = {i: min(left[i], random.choice((1, 1, 2, 5, 20))) for i in chosen}
             for index, logits in sequences.step(now).items():
                 torch.testing.assert_close(logits, expected[index][sequences.done[index] - 1], atol=3e-5, rtol=1e-5)
+
+
+class Rounding(PackedContext):
+    """Whole sequences whose keys and values are what a cache of the format gives back of them."""
+
+    def __init__(self, lengths: list[int], format: KVFormat) -> None:
+        starts = torch.tensor([0, *lengths]).int().cumsum(0, dtype=torch.int32)
+        super().__init__(starts, max(lengths))
+        self.format = format
+
+    def attend(self, layer: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
+        tokens, heads, size = key.shape
+        elements = self.format.elements(size)
+        caches = (
+            torch.zeros(2, heads, elements, tokens, dtype=self.format.dtype),
+            torch.zeros(2, heads, tokens, elements, dtype=self.format.dtype),
+        )
+        ops.paged_write(key, value, *caches, torch.arange(tokens, 2 * tokens))
+        found = gather_reference(*caches, torch.tensor([1]), tokens, tokens, size)
+        key, value = (x.transpose(0, 1).contiguous().float() for x in found)
+        return super().attend(layer, spec, query, key, value, sinks)
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
+def test_quantized_caches_give_what_their_rounded_keys_and_values_give(format: str) -> None:
+    heads = {"head_size": 16, "kv_heads": 1}
+    spec = model_spec(
+        attention(window=5, **heads), attention(window=9, sinks=True, **heads), attention(softcap=3.0, **heads)
+    )
+    module = build(spec, seed=5)
+    tokens = random_tokens(spec, 50, 37)
+    sequences, random = Sequences(module, tokens, 16, format), Random(2)
+    with torch.inference_mode():
+        expected = [module(torch.tensor(one), Rounding([len(one)], sequences.cache.format)) for one in tokens]
+    while any(done < len(one) for done, one in zip(sequences.done, tokens, strict=True)):
+        left = {i: len(one) - sequences.done[i] for i, one in enumerate(tokens) if len(one) > sequences.done[i]}
+        now = {i: min(some, random.choice((1, 2, 5, 30))) for i, some in left.items()}
+        for index, logits in sequences.step(now).items():
+            # Sums in another order, and now and then a code that falls on the other side: a step of 1/15 in one
+            # element of 4 bits, of 1/255 or 2^-8 otherwise.
+            off = {"bf16": 5e-3, "int8": 5e-3, "int4": 5e-2}[format]
+            torch.testing.assert_close(logits, expected[index][sequences.done[index] - 1], atol=off, rtol=0)
+
+
+@pytest.mark.parametrize("format", ["auto", "int8", "int4"])
+def test_deterministic_logits_are_the_same_bits_in_any_batch_and_any_chunks(format: str) -> None:
+    spec = model_spec(attention(window=6, head_size=16), attention(head_size=16))
+    module = build(spec, seed=1)
+    tokens = random_tokens(spec, 45, 30, 70)
+    seen: dict[tuple[int, int], Tensor] = {}
+    random = Random(3)
+    for chunks in ((1,), (70,), (3, 16), (1, 2, 40)):
+        sequences = Sequences(module, tokens, 16, format)
+        while any(done < len(one) for done, one in zip(sequences.done, tokens, strict=True)):
+            left = {i: len(one) - sequences.done[i] for i, one in enumerate(tokens) if len(one) > sequences.done[i]}
+            chosen = random.sample(sorted(left), random.randint(1, len(left)))
+            with ops.row_invariant():
+                found = sequences.step({i: min(left[i], random.choice(chunks)) for i in chosen}, deterministic=True)
+            for index, logits in found.items():
+                assert torch.equal(seen.setdefault((index, sequences.done[index]), logits), logits)
+
+
+def test_formats() -> None:
+    spec = model_spec(attention(head_size=64), attention(head_size=64, window=5))
+    for name, dtype, size in (
+        ("auto", torch.bfloat16, 128),
+        ("float32", torch.float32, 256),
+        ("int8", torch.uint8, 66),
+    ):
+        format = KVFormat.of(name, torch.bfloat16)
+        assert (format.dtype, format.entry_bytes(64)) == (dtype, size)
+        for group in layer_groups(spec):
+            assert group_bytes_per_token(spec, group, format) == 2 * 2 * size, "keys and values of two heads"
+    with pytest.raises(UserError, match=r"unknown kv_cache_dtype 'int5'.*did you mean"):
+        KVFormat.of("int5", torch.float32)
+    with pytest.raises(UserError, match=r"fp8 is not possible here: .* this is cpu; use int8"):
+        KVFormat.of("fp8", torch.float32)
+    with pytest.raises(UserError, match=r"int4 packs two elements.*heads have 9; use int8"):
+        KVFormat.of("int4", torch.float32).entry_bytes(9)
+    with pytest.raises(UserError, match="at most 512 elements"):
+        KVFormat.of("int8", torch.float32).entry_bytes(600)
+
+
+def test_memory_is_claimed_only_when_it_is_written() -> None:
+    spec = model_spec(*[attention(head_size=64, kv_heads=4)] * 4)
+    before = psutil.Process().memory_info().rss
+    cache = KVCache(spec, layer_groups(spec), [1 << 13], 16, KVFormat.of("auto", torch.float32))
+    assert cache.nbytes == 1 << 30
+    assert psutil.Process().memory_info().rss - before < 32 << 20
+    assert not cache.layer(3)[1][-1].any()
 
 
 def test_a_batch_without_a_block_for_a_new_token_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from treadle.ops.activation import gated_activation
 from treadle.ops.attention import packed_attention
-from treadle.ops.cached_attention import cached_attention
 from treadle.ops.invariance import row_invariant
 from treadle.ops.linear import embedding, linear
 from treadle.ops.loss import linear_cross_entropy
@@ -18,7 +17,6 @@ __all__ = [
     "Kernel",
     "Operator",
     "add_rms_norm",
-    "cached_attention",
     "embedding",
     "gated_activation",
     "linear",

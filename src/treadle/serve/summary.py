@@ -9,7 +9,15 @@ from treadle.ops import OPERATORS
 from treadle.ops.registry import refusal
 from treadle.serve.engine import Engine
 
-SERVED_OPERATORS = ("rms_norm", "rope", "packed_attention", "cached_attention", "gated_activation", "sample")
+SERVED_OPERATORS = (
+    "rms_norm",
+    "rope",
+    "packed_attention",
+    "paged_write",
+    "paged_attention",
+    "gated_activation",
+    "sample",
+)
 
 
 def engine_summary(engine: Engine) -> list[str]:

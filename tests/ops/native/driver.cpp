@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "paged.h"
 
 using namespace treadle;
 
@@ -22,7 +23,9 @@ std::int32_t treadle_gated_activation(const GatedActivation*, std::int64_t, std:
 std::int32_t treadle_gated_activation_backward(const GatedActivation*, std::int64_t, std::int32_t);
 std::int32_t treadle_rope(const Rope*, std::int64_t, std::int32_t);
 std::int32_t treadle_cross_entropy(const CrossEntropy*, std::int64_t, std::int32_t);
-std::int32_t treadle_cached_attention(const CachedAttention*, std::int64_t, std::int32_t);
+std::int32_t treadle_paged_write(const PagedWrite*, std::int64_t, std::int32_t);
+std::int32_t treadle_paged_gather(const PagedGather*, std::int64_t, std::int32_t);
+std::int32_t treadle_paged_attention(const PagedAttention*, std::int64_t, std::int32_t);
 std::int32_t treadle_sample(const Sample*, std::int64_t, std::int32_t);
 std::int64_t treadle_exchange_bytes(std::int32_t, std::int64_t);
 void treadle_exchange_enter(void*, std::int64_t, std::int32_t, std::int32_t);
@@ -130,33 +133,47 @@ void losses(DType type, std::int64_t rows, std::int64_t vocabulary, int threads)
   }
 }
 
-void attention(DType type, std::int64_t rows, std::int64_t size, int threads) {
-  constexpr std::int64_t kv_heads = 2, heads = 10, slots = 3, room = 150;
-  if (size > 512) return;
-  Memory q(type, rows * heads * size), out(type, rows * heads * size), sinks(kFloat32, heads);
-  Memory keys(type, slots * room * kv_heads * size), values(type, slots * room * kv_heads * size);
-  std::vector<std::int64_t> table;
-  for (std::int64_t row = 0; row < rows; ++row) {
-    for (const std::int64_t value : {row, row % slots, row == 0 ? room : 1 + std::rand() % room}) table.push_back(value);
-  }
-  for (const float softcap : {0.0f, 2.0f}) {
-    for (const std::int64_t window : {0, 5, 1000}) {
-      const CachedAttention arguments{type,
-                                      heads,
-                                      kv_heads,
-                                      size,
-                                      room,
-                                      0.3f,
-                                      softcap,
-                                      window,
-                                      q.rows(size),
-                                      out.rows(size),
-                                      keys.data(),
-                                      values.data(),
-                                      reinterpret_cast<const std::int64_t(*)[3]>(table.data()),
-                                      window == 5 ? static_cast<const float*>(sinks.data()) : nullptr};
-      treadle_cached_attention(&arguments, rows, threads);
+void expect(std::int32_t code, std::int32_t wanted) {
+  if (code != wanted) std::abort();
+}
+
+// Sequences of one new row, of many and of none, in blocks of a size that vectors fit and one that they do not.
+void paged(DType type, CacheType kind, std::int64_t size, std::int64_t block_size, int threads) {
+  constexpr std::int64_t kv_heads = 2, heads = 10, sequences = 3, width = 400;
+  if (size > 512 || (kind == kCacheInt4 && size % 2 != 0)) return;
+  const std::int64_t wanted = size / 32 > 1 ? size / 32 : 1, even = (size + wanted - 1) / wanted;
+  const std::int64_t group = even + even % 2, groups = (size + group - 1) / group;
+  const std::int64_t record = kind == kCacheInt8 ? size + 2 : kind == kCacheInt4 ? size / 2 + 2 * groups : size;
+  const std::int64_t bytes = kind == kCacheFloat32 ? 4 : kind == kCacheBFloat16 ? 2 : 1;
+  const std::int32_t lengths[sequences] = {1100, 37, 5}, starts[sequences + 1] = {0, 1, 30, 30};
+  std::vector<std::int32_t> tables(sequences * width, 0);
+  std::vector<std::int64_t> rows;
+  std::int64_t blocks = 1;
+  for (std::int64_t s = 0; s < sequences; ++s) {
+    for (std::int64_t p = 0; p < lengths[s]; ++p) {
+      if (p % block_size == 0) tables[static_cast<std::size_t>(s * width + p / block_size)] = static_cast<std::int32_t>(blocks++);
+      rows.push_back((blocks - 1) * block_size + p % block_size);
     }
+  }
+  const std::int64_t tokens = static_cast<std::int64_t>(rows.size());
+  std::vector<unsigned char> keys(static_cast<std::size_t>(blocks * kv_heads * block_size * record * bytes)), values(keys);
+  const PagedCache cache{kind, blocks, kv_heads, block_size, size, keys.data(), values.data()};
+  Memory key(type, tokens * kv_heads * size), value(type, tokens * kv_heads * size);
+  const PagedWrite write{type, cache, key.rows(size), value.rows(size), rows.data()};
+  expect(treadle_paged_write(&write, tokens, threads), 0);
+  Memory all_keys(type, kv_heads * 64 * size), all_values(type, kv_heads * 64 * size);
+  const PagedGather gather{type, cache, tables.data() + width, lengths[1], 64, all_keys.data(), all_values.data()};
+  const std::int64_t held = (lengths[1] + block_size - 1) / block_size;
+  expect(treadle_paged_gather(&gather, held, threads), 0);
+  expect(treadle_paged_gather(&gather, held - 1, threads), -2);
+  Memory q(type, 30 * heads * size), out(type, 30 * heads * size), sinks(kFloat32, heads);
+  for (const std::int64_t window : {0, 9, 1050}) {
+    PagedAttention attention{type, cache, heads, 0.3f, window == 9 ? 2.0f : 0.0f, window, q.rows(size), out.rows(size),
+                             window == 9 ? static_cast<const float*>(sinks.data()) : nullptr, sequences, width,
+                             tables.data(), starts, lengths, 30, 30};
+    expect(treadle_paged_attention(&attention, 30, threads), 0);
+    attention.tokens = 29;
+    expect(treadle_paged_attention(&attention, 30, threads), -2);
   }
 }
 
@@ -180,6 +197,10 @@ void samples(DType type, std::int64_t rows, std::int64_t vocabulary, int threads
 }
 
 void everything(int threads) {
+  for (const std::int64_t width : kWidths)
+    for (const DType type : kTypes)
+      for (const CacheType kind : {kCacheFloat32, kCacheBFloat16, kCacheInt8, kCacheInt4})
+        for (const std::int64_t block_size : {3, 16}) paged(type, kind, width, block_size, threads);
   for (const std::int64_t rows : kRows) {
     for (const std::int64_t width : kWidths) {
       for (const DType type : kTypes) {
@@ -188,7 +209,6 @@ void everything(int threads) {
         ropes(type, rows, width, threads);
         losses(type, rows, width, threads);
         samples(type, rows, width, threads);
-        if (rows < 100) attention(type, rows, width, threads);
       }
     }
   }

@@ -53,15 +53,6 @@ CrossEntropy = _structure(
     *_named(_POINTER, "logits targets weights losses"),
 )
 
-CachedAttention = _structure(
-    "CachedAttention",
-    ("type", _I32),
-    *_named(_I64, "heads kv_heads size room"),
-    *_named(_F32, "scale softcap"),
-    ("window", _I64),
-    *_named(Rows, "q out"),
-    *_named(_POINTER, "keys values table sinks"),
-)
 Sample = _structure(
     "Sample",
     ("type", _I32),
@@ -107,7 +98,6 @@ STRUCTURES = (
     GatedActivation,
     Rope,
     CrossEntropy,
-    CachedAttention,
     Sample,
     PagedCache,
     PagedWrite,

@@ -3,7 +3,6 @@
 #include "kernels.h"
 
 #include "activation.h"
-#include "attention.h"
 #include "loss.h"
 #include "norm.h"
 #include "rope.h"
@@ -27,7 +26,6 @@ const Kernels kernels = {TREADLE_TEXT(TREADLE_VARIANT),
                          gated_activation_backward,
                          rope,
                          cross_entropy,
-                         cached_attention,
                          sample,
                          &paged_kernels};
 

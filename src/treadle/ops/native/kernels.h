@@ -65,19 +65,6 @@ struct CrossEntropy {
   float* losses;
 };
 
-// Rows of new tokens attend over a cache.
-struct CachedAttention {
-  DType type;
-  std::int64_t heads, kv_heads, size;
-  std::int64_t room;                     // how many tokens a cache slot holds
-  float scale, softcap;                  // softcap 0: none
-  std::int64_t window;                   // 0: none
-  Rows q, out;                           // rows are (token, head)
-  const void *keys, *values;             // [slots, room, kv_heads, size]
-  const std::int64_t (*table)[3];        // for each row here: its token, its slot, how many of the slot's keys it sees
-  const float* sinks;                    // [heads], or null
-};
-
 struct Sample {
   DType type;
   std::int64_t vocabulary;
@@ -100,7 +87,6 @@ struct Kernels {
   void (*gated_activation_backward)(const GatedActivation&, std::int64_t begin, std::int64_t end);
   void (*rope)(const Rope&, std::int64_t begin, std::int64_t end);
   void (*cross_entropy)(const CrossEntropy&, std::int64_t begin, std::int64_t end);
-  void (*cached_attention)(const CachedAttention&, std::int64_t begin, std::int64_t end);
   void (*sample)(const Sample&, std::int64_t begin, std::int64_t end);
   const PagedKernels* paged;
 };

@@ -101,9 +101,9 @@ TREADLE_EXPORT int32_t treadle_abi() { return 3; }
 
 // The size in bytes of the argument structure at `index`, so that the Python side can compare its own; -1 beyond the last.
 TREADLE_EXPORT int32_t treadle_size(int32_t index) {
-  constexpr std::size_t sizes[] = {sizeof(Rows),        sizeof(RmsNorm),      sizeof(RmsNormBackward), sizeof(GatedActivation),
-                                   sizeof(Rope),        sizeof(CrossEntropy), sizeof(CachedAttention), sizeof(Sample),
-                                   sizeof(PagedCache),  sizeof(PagedWrite),   sizeof(PagedGather),     sizeof(PagedAttention)};
+  constexpr std::size_t sizes[] = {sizeof(Rows),       sizeof(RmsNorm),      sizeof(RmsNormBackward), sizeof(GatedActivation),
+                                   sizeof(Rope),       sizeof(CrossEntropy), sizeof(Sample),          sizeof(PagedCache),
+                                   sizeof(PagedWrite), sizeof(PagedGather),  sizeof(PagedAttention)};
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   return index >= 0 && index < count ? static_cast<int32_t>(sizes[index]) : -1;
 }
@@ -174,14 +174,6 @@ TREADLE_EXPORT int32_t treadle_rope(const Rope* a, int64_t rows, int32_t threads
 
 TREADLE_EXPORT int32_t treadle_cross_entropy(const CrossEntropy* a, int64_t rows, int32_t threads) {
   return run_rows(chosen().load()->cross_entropy, *a, rows, a->vocabulary, threads);
-}
-
-TREADLE_EXPORT int32_t treadle_cached_attention(const CachedAttention* a, int64_t rows, int32_t threads) {
-  int64_t longest = 1;
-  for (int64_t row = 0; row < rows; ++row) longest = a->table[row][2] > longest ? a->table[row][2] : longest;
-  if (a->window > 0 && longest > a->window) longest = a->window;
-  const int64_t work = longest * a->size * (a->heads / a->kv_heads);
-  return run_rows(chosen().load()->cached_attention, *a, rows * a->kv_heads, work, threads);
 }
 
 TREADLE_EXPORT int32_t treadle_sample(const Sample* a, int64_t rows, int32_t threads) {
