@@ -39,7 +39,7 @@ quickstart: setup
 	@$(BIN)/treadle quickstart
 
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -rs
 
 lint: setup
 	@$(BIN)/ruff check -q src tests benchmarks scripts

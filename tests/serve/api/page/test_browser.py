@@ -239,7 +239,7 @@ def test_errors_are_one_sentence_and_can_be_tried_again(paced: Served, open_page
     assert tab.text(".assistant:last-child .error").endswith("."), "a refusal of the server"
     paced.close()
     shows(tab, "#status", "not reachable")
-    shows(tab, "#notice", "The server cannot be reached.")
+    shows(tab, "#notice-text", "The server cannot be reached.")
     tab.click("button.again")
     shows(tab, ".assistant:last-child .error", "The server cannot be reached.")
 
@@ -255,7 +255,7 @@ def test_the_key_is_asked_for_once(
         shows(tab, "#key-text", "The server did not accept that key.")
         tab.press("Escape")
         shows(tab, "#status", "locked")
-        tab.click("#cards button")
+        tab.click("#enter-key")
         tab.until("document.querySelector('#key-dialog').open")
         tab.type("s3cr\u00e9t")
         tab.press("Enter")
@@ -366,10 +366,10 @@ def test_the_live_state_is_what_the_engines_say(
     assert [" ".join(row.split()) for row in rows] == ["0 2 1 25 %", "1 5 0 0 %"]
     first.asleep = True
     shows(tab, "#status", "asleep")
-    has(tab, "#notice", "The engine is asleep")
+    has(tab, "#notice-text", "The engine is asleep")
     monkeypatch.setattr(paced.engine, "unhealthy", "engine process 0 (pid 7) has not answered for 9 s")
     shows(tab, "#status", "not healthy")
-    shows(tab, "#notice", "The engine makes no steps: engine process 0 (pid 7) has not answered for 9 s.")
+    shows(tab, "#notice-text", "The engine makes no steps: engine process 0 (pid 7) has not answered for 9 s.")
     monkeypatch.setattr(paced.engine, "unhealthy", "")
     first.asleep = False
     shows(tab, "#status", "working")

@@ -75,6 +75,7 @@ export function askForKey(refused) {
       field.value = "";
       asking = null;
       resolve(given);
+      if (given) document.dispatchEvent(new Event("key"));
     };
     dialog.showModal();
     field.focus();

@@ -4,7 +4,7 @@ import { askForKey, request } from "./api.js";
 
 const EVERY = 1000; // milliseconds between two questions
 const PATIENCE = 5000; // milliseconds for an answer
-const KEPT = 90; // points of each curve
+const KEPT = 60; // points of each curve
 const WINDOW = 3; // points that a rate is taken over, so that it does not jump
 
 const byId = (id) => document.getElementById(id);
@@ -61,15 +61,13 @@ async function ask() {
   }
 }
 
-// Wait until the user wants to give a key after all.
-function untilKey() {
-  return new Promise((resolve) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = "Enter the API key";
-    button.addEventListener("click", async () => (await askForKey(false)) && resolve());
-    byId("cards").replaceChildren(button);
-  }).then(() => byId("cards").replaceChildren());
+// Wait until the user gives a key after all, here or for a message.
+async function untilKey() {
+  const button = byId("enter-key");
+  button.hidden = false;
+  button.onclick = () => askForKey(false);
+  await new Promise((resolve) => document.addEventListener("key", resolve, { once: true }));
+  button.hidden = true;
 }
 
 const WORDS = { ok: "ready", busy: "working", asleep: "asleep", failed: "not healthy", lost: "not reachable", locked: "locked" };
@@ -84,7 +82,7 @@ function status(kind, why = "") {
   const trouble = ["asleep", "failed", "lost", "locked"].includes(kind);
   notice.hidden = !trouble;
   notice.dataset.status = kind;
-  if (trouble && notice.textContent !== why) notice.textContent = why;
+  if (trouble && byId("notice-text").textContent !== why) byId("notice-text").textContent = why;
   byId("state").classList.toggle("stale", kind === "lost" || kind === "locked");
 }
 
@@ -241,7 +239,7 @@ function entries(id, pairs) {
   list.replaceChildren(
     ...wanted.flatMap(([name, text]) => [
       Object.assign(document.createElement("dt"), { textContent: name }),
-      Object.assign(document.createElement("dd"), { textContent: text }),
+      Object.assign(document.createElement("dd"), { textContent: text, className: text.length > 60 ? "long" : "" }),
     ]),
   );
 }
