@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -10,9 +12,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.serving import Served
+from treadle.serve.api.metrics import ServerMetrics
 from treadle.serve.engine import Engine
 from treadle.serve.model import Model
-from treadle.serve.request import FinishReason
+from treadle.serve.request import Delta, FinishReason
 from treadle.serve.stats import Distribution, EngineStats
 
 SLOTS = 4
@@ -152,3 +155,41 @@ def test_health_says_why_the_engine_makes_no_steps(
     answer = server.http.get("/health")
     assert answer.status_code == 503 and "not answered for 9 s" in answer.json()["reason"]
     assert values(server)["treadle_engine_healthy"] == 0
+
+
+def test_times_are_counted_by_choice(scripted: Callable[..., Served]) -> None:
+    metrics = ServerMetrics(scripted("x").engine, "m")
+    clock = metrics.watch()
+    for index, seconds in ((0, 0.5), (1, 2.0), (0, 0.75), (1, 2.0)):
+        clock.see(Delta(index, tokens=(1,), queue_seconds=0.125), seconds)
+    clock.see(Delta(0, finish_reason=FinishReason.STOP, prompt_tokens=9, completion_tokens=2), 3.0)
+    clock.see(Delta(1, finish_reason=FinishReason.CANCELLED), 4.0)
+    found = {name: metrics.registry.get_sample_value(f"treadle_{name}", {"model_name": "m"}) for name in (
+        "time_to_first_token_seconds_sum", "inter_token_latency_seconds_sum", "inter_token_latency_seconds_count",
+        "request_queue_time_seconds_sum", "e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count",
+    )}  # fmt: skip
+    assert list(found.values()) == [2.5, 0.25, 2, 0.25, 3.0, 1]
+
+
+def test_a_client_that_reads_late_spoils_no_times(scripted: Callable[..., Served]) -> None:
+    """They tell how the server does: what is here at once counts as that, whenever it is read."""
+    server = scripted(*("x" * 50000 for _ in range(200)))  # more than sockets and buffers hold
+    host, port = server.url.removeprefix("http://").split(":")
+    body = b'{"prompt": "x", "stream": true, "max_tokens": 300}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.socket() as late:
+        late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        late.settimeout(30)
+        late.connect((host, int(port)))
+        late.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n" + body)
+        begun = time.monotonic()
+        while time.monotonic() - begun < 0.5:  # others are served meanwhile
+            server.http.get("/health")
+        while late.recv(1 << 20):
+            pass
+    found = values(server)
+    assert found["treadle_inter_token_latency_seconds_count"] == 199
+    assert (
+        found["treadle_inter_token_latency_seconds_sum"] < 0.4
+        and found["treadle_e2e_request_latency_seconds_sum"] < 0.4
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,7 +39,10 @@ class Exchange:
         self.choices = len(prompts) * settings.n
         self.usage = Usage(prompt_tokens=sum(len(prompt) for prompt in prompts))
         self._settings = settings
-        self._arrived: asyncio.Queue[Delta] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[Delta, float]] = asyncio.Queue()
+        self._begun = time.monotonic()
+        # From the beginning until the delta that was yielded last was there; a client that reads slowly adds nothing.
+        self.seconds = 0.0
         self._loop = asyncio.get_running_loop()
         self._tickets: list[Ticket] = []
         try:
@@ -50,7 +54,8 @@ class Exchange:
 
     def _receiver(self, first: int) -> Callable[[Delta], None]:
         def deliver(delta: Delta) -> None:
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, replace(delta, index=first + delta.index))
+            came = replace(delta, index=first + delta.index), time.monotonic()
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, came)
 
         return deliver
 
@@ -63,10 +68,11 @@ class Exchange:
         while left:
             try:
                 async with asyncio.timeout(patience):
-                    delta = await self._arrived.get()
+                    delta, now = await self._arrived.get()
             except TimeoutError:
                 yield None
                 continue
+            self.seconds = now - self._begun
             self.usage.completion_tokens += len(delta.tokens)
             if delta.finish_reason is not None:
                 left -= 1
@@ -74,12 +80,12 @@ class Exchange:
                     self.usage.cached_tokens += delta.cached_tokens
             yield delta
 
-    async def completions(self, see: Callable[[Delta], None]) -> list[Completion]:
-        """Return every choice once all have ended; `see` is shown each delta."""
+    async def completions(self, see: Callable[[Delta, float], None]) -> list[Completion]:
+        """Return every choice once all have ended; `see` is shown each delta, and after how many seconds it came."""
         found = [Completion() for _ in range(self.choices)]
         async for delta in self.deltas():
             assert delta is not None
-            see(delta)
+            see(delta, self.seconds)
             found[delta.index].add(delta)
         return found
 

@@ -6,7 +6,6 @@ counted has the label `engine` (the number of the replica); what clients saw of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -95,29 +94,29 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def watch(self) -> RequestClock:
-        """Return a clock for a request that begins now."""
+        """Return what notes the times of a request."""
         return RequestClock(self)
 
 
 class RequestClock:
-    """Times one HTTP request's deltas."""
+    """Notes the times of one HTTP request's deltas."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
-        self.started = time.monotonic()
-        self.last: dict[int, float] = {}
+        self.last: dict[int, float] = {}  # when the last token of each choice came
 
-    def see(self, delta: Delta) -> None:
-        now, metrics = time.monotonic(), self.metrics
+    def see(self, delta: Delta, seconds: float) -> None:
+        """Count a delta that came so many seconds after the request was handed to the engine."""
+        metrics = self.metrics
         if delta.tokens:
             if delta.index in self.last:
-                metrics.next_token.observe(now - self.last[delta.index])
+                metrics.next_token.observe(seconds - self.last[delta.index])
             else:
-                metrics.first_token.observe(now - self.started)
+                metrics.first_token.observe(seconds)
                 metrics.queue.observe(delta.queue_seconds)
-            self.last[delta.index] = now
+            self.last[delta.index] = seconds
         if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            metrics.whole.observe(now - self.started)
+            metrics.whole.observe(seconds)
             metrics.prompt.observe(delta.prompt_tokens)
             metrics.generation.observe(delta.completion_tokens)
 

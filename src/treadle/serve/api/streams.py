@@ -107,7 +107,7 @@ class EventStream(Response):
             if delta is None:
                 yield self.shape.silence()
                 continue
-            self.clock.see(delta)
+            self.clock.see(delta, self.exchange.seconds)
             if why := failure(delta):
                 for event in self.shape.fail(ApiError(500, why)):
                     yield event.encode()
