@@ -97,7 +97,7 @@ const Kernels& chosen_kernels() { return *chosen().load(); }
 using namespace treadle;
 
 // Changes whenever a function's meaning does; the Python side refuses a library of another number.
-TREADLE_EXPORT int32_t treadle_abi() { return 3; }
+TREADLE_EXPORT int32_t treadle_abi() { return 4; }
 
 // The size in bytes of the argument structure at `index`, so that the Python side can compare its own; -1 beyond the last.
 TREADLE_EXPORT int32_t treadle_size(int32_t index) {
