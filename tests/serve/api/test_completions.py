@@ -66,7 +66,7 @@ def test_streams_begin_with_the_echo(served: Served) -> None:
         ({"best_of": 3}, "best_of", "not supported"),
         ({"tools": [{}]}, "tools", "not supported"),
         ({"prompt_logprobs": 100}, "prompt_logprobs", "100"),
-        ({"guided_regex": "("}, "structured_outputs", "unclosed"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": [1, 99999]}, None, "99999"),
     ],

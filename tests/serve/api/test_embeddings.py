@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -37,6 +40,25 @@ def test_forms_and_shapes(served: Served, tokenizer: Tokenizer) -> None:
     (short,) = embed(served, texts[0], dimensions=5, encoding_format="float").data
     scale = math.hypot(*both.data[0].embedding[:5])
     assert short.embedding == pytest.approx([value / scale for value in both.data[0].embedding[:5]], abs=1e-5)
+
+
+def test_a_client_that_leaves_ends_its_work(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def endless(prompt: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(served.engine, "embed", endless)
+    body = b'{"input": "x"}'
+    head = "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(served.socket.getsockname(), timeout=30) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert begun.wait(30)
+    assert ended.wait(30)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_random_model_keeps_to_formats_and_tools(served: Served) -> None:
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice", "'no'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "schema"),
-        ({"text": {"format": {"type": "json_schema", "schema": False}}}, "response_format", "false"),
+        ({"text": {"format": {"type": "json_schema", "schema": False}}}, "text", "false"),
         ({"background": True}, "background", "background"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "high"),
     ],

@@ -183,6 +183,7 @@ class ChatBody(Generation, ChatFields):
             required=named is not None or choice == "required",
             parallel=self.parallel_tool_calls and named is None,
             variables={**self.chat_template_kwargs, **service.effort(self.reasoning_effort, "reasoning_effort")},
+            format_field=self.format_field(),
             add_generation_prompt=self.add_generation_prompt,
             continue_final=self.continue_final_message,
         )
@@ -202,7 +203,7 @@ def chosen_tools(tools: list[Json], named: str | None, none: bool) -> list[Json]
 
 def _plain(message: Message, number: int, names: dict[str, str]) -> Json:
     where = f"messages.{number}"
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    if message.content is None and message.role != "assistant":
         raise ApiError(400, f"the request: '{where}' has no content", "messages")
     content = message.content or ""
     if not isinstance(content, str):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
-from collections.abc import Coroutine
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +15,7 @@ from treadle.config import Settings, TreadleError
 from treadle.serve.api.errors import ApiError, as_api_error
 from treadle.serve.api.protocol import read_body
 from treadle.serve.api.service import MAX_WAITING, Service
-from treadle.serve.api.streams import JsonAnswer
+from treadle.serve.api.streams import JsonAnswer, while_connected
 
 MAX_INPUTS = 256
 
@@ -63,7 +61,8 @@ def add_embeddings(app: FastAPI, service: Service) -> None:
         if engine.stats.waiting + len(inputs) > MAX_WAITING:
             raise ApiError(503, f"{engine.stats.waiting} requests wait already; try again later")
         try:
-            found = await _all([engine.embed(one) for one in inputs])
+            prompts = await service.encode(inputs)
+            found = await while_connected(request, [engine.embed(prompt) for prompt in prompts])
         except TreadleError as error:
             raise as_api_error(error, "input") from error
         tokens = sum(count for _, count in found)
@@ -72,17 +71,8 @@ def add_embeddings(app: FastAPI, service: Service) -> None:
             for index, (values, _) in enumerate(found)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JsonAnswer({"object": "list", "data": data, "model": name, "usage": usage})
-
-
-async def _all(work: list[Coroutine[Any, Any, tuple[list[float], int]]]) -> list[tuple[list[float], int]]:
-    """Return the results; where one fails, or the client goes, the others are cancelled too."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+        answer = {"object": "list", "data": data, "model": name, "usage": usage}
+        return JsonAnswer(answer | ({"system_fingerprint": version} if (version := engine.weight_version) else {}))
 
 
 def _shown(values: list[float], dimensions: int | None, form: str) -> list[float] | str:

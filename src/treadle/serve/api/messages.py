@@ -158,6 +158,7 @@ class MessagesBody(PromptBody):
             required,
             parallel=not choice.disable_parallel_tool_use and choice.type != "tool",
             variables=self.variables(service),
+            format_field="output_config",
             continue_final=self.continues(),
         )
 

@@ -24,6 +24,7 @@ class MessagesShape(Shape):
         self._choice = ChoiceParser(run.parser())
         self._blocks: list[Json] = []
         self._open = False  # whether the last block is still growing
+        self._version: Json = {}
         self._ends: Json = {"stop_reason": None, "stop_sequence": None}
         self._message: Json = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -37,10 +38,16 @@ class MessagesShape(Shape):
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         (completion,) = completions
-        delta = Delta(0, completion.text, finish_reason=completion.finish_reason, stop_reason=completion.stop_reason)
+        delta = Delta(
+            0,
+            completion.text,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            weight_version=completion.weight_version,
+        )
         for _ in self.chunk(delta):
             pass
-        return self._message | self._ends | {"content": self._blocks, "usage": _usage(usage)}
+        return self._message | self._ends | self._version | {"content": self._blocks, "usage": _usage(usage)}
 
     def begin(self, exchange: Exchange) -> Iterable[Event]:
         yield self._event("message_start", message=self._message | {"usage": _usage(exchange.usage)})
@@ -51,9 +58,11 @@ class MessagesShape(Shape):
         if delta.finish_reason is not None:
             yield from self._close()
             self._ends = self._ending(delta)
+            if delta.weight_version:
+                self._version = {"system_fingerprint": delta.weight_version}
 
     def end(self, usage: Usage) -> Iterable[Event]:
-        yield self._event("message_delta", delta=self._ends, usage=_usage(usage))
+        yield self._event("message_delta", delta=self._ends, usage=_usage(usage), **self._version)
         yield self._event("message_stop")
 
     def fail(self, error: ApiError) -> Iterable[Event]:

@@ -105,8 +105,14 @@ class Generation(SamplingFields):
         found = {name: value for name, value in self._grammars().items() if value is not None}
         if len(found) > 1:
             names = " and ".join(found)
-            raise ApiError(400, f"{names} both say what the answer must look like; give one of them", next(iter(found)))
+            raise ApiError(
+                400, f"{names} both say what the answer must look like; give one of them", self.format_field()
+            )
         return next(iter(found.values()), None)
+
+    def format_field(self) -> str:
+        """Return the name of the field that says what the answer must look like, or ""."""
+        return next((name.partition(".")[0] for name, value in self._grammars().items() if value is not None), "")
 
     def _grammars(self) -> dict[str, Grammar | None]:
         """Return by the names of the fields what each asks for."""

@@ -157,6 +157,7 @@ class ResponsesBody(SamplingFields):
             required,
             self.parallel_tool_calls and named is None,
             {**self.chat_template_kwargs, **service.effort(effort, "reasoning")},
+            format_field="text",
         )
 
     def messages(self) -> list[Json]:

@@ -39,6 +39,7 @@ class ChatAsk:
     required: bool = False  # whether a tool must be called
     parallel: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    format_field: str = ""  # of the request, that the settings' grammar comes from
     add_generation_prompt: bool = True
     continue_final: bool = False  # go on with the last message, which is the assistant's
 
@@ -152,7 +153,7 @@ class Service:
         grammar = _grammar(chats, ask)
         if grammar is not None:
             changes["grammar"] = _after_reasoning(grammar, opening)
-        param = "tools" if grammar is not None and grammar.kind == "tools" else "response_format"
+        param = "tools" if grammar is not None and grammar.kind == "tools" else ask.format_field
         exchange = await self.open([prompt], SamplingSettings.of(ask.settings, **changes), param)
         names = [tool["function"]["name"] for tool in ask.tools]
         return ChatRun(exchange, self.metrics.watch(), lambda: chats.parser(opening, names))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -18,6 +18,7 @@ from treadle.serve.api.metrics import RequestClock
 from treadle.serve.request import Completion, Delta, FinishReason
 
 Json = dict[str, Any]
+R = TypeVar("R")
 # Proxies and clients give up on a connection that is silent; a long prompt or a tool call can take this long.
 SECONDS_OF_SILENCE = 15.0
 
@@ -123,6 +124,28 @@ def failure(ended: Delta | Completion) -> str:
     if ended.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
         return ended.error or "the request was cancelled"
     return ""
+
+
+async def while_connected(request: Request, work: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """Return the results of `work`; where a part fails, or the client goes, all of it is cancelled.
+
+    The request's body must have been read. Raises ApiError once the client has gone, which nobody hears.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(one) for one in work]
+    results, watcher = asyncio.gather(*tasks), asyncio.create_task(gone())
+    try:
+        await asyncio.wait([results, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if not results.done():
+            raise ApiError(499, "the client has gone")
+        return await results
+    finally:
+        for task in (results, watcher, *tasks):
+            task.cancel()
 
 
 async def answer(request: Request, exchange: Exchange, shape: Shape, clock: RequestClock, stream: bool) -> Response:
