@@ -6,13 +6,16 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import treadle
+from treadle.cli import generate as module
 from treadle.cli import main
 from treadle.model.chat import encode_chat
+from treadle.serve.request import Delta, SamplingSettings
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -30,6 +33,32 @@ def test_it_continues_a_prompt(tiny_model: Path, capsys: pytest.CaptureFixture[s
     result = json.loads(out)
     assert (result["text"], result["tokens"]) == (expected.text, expected.tokens)
     assert result["completion_tokens"] == len(expected.tokens) and result["finish_reason"] == expected.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("deltas", "rate"),
+    [
+        ([(1, "a"), (1, "b"), (2, "cd")], 1.5),  # 3 tokens in the 2 s after the first
+        ([(5, "all at once")], None),
+        ([(1, "a")], None),
+        ([(3, "abc"), (1, "d")], 1.0),
+        ([], None),
+    ],
+)
+def test_the_speed_is_of_what_came_after_the_first_tokens(
+    monkeypatch: pytest.MonkeyPatch, deltas: list[tuple[int, str]], rate: float | None
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    class Engine:
+        def deltas(self, tokens: list[int], settings: object) -> Iterator[Delta]:
+            for count, text in deltas:
+                now[0] += 1
+                yield Delta(0, text, tuple(range(count)))
+            now[0] += 100  # what ends it says nothing of the speed
+
+    assert module.run(Engine(), [1], SamplingSettings(), quiet=True)["tokens_per_second"] == rate
 
 
 def test_without_a_limit_it_goes_to_the_contexts_end(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

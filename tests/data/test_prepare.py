@@ -237,7 +237,7 @@ def test_changes_are_noticed(texts: Path, tmp_path: Path, tokenizer: Path) -> No
     assert not report.reused and report.manifest.settings["validation"] == 0.2
     assert prepare(settings(texts, out, tokenizer, validation=0.2, overwrite=True)).reused
     # A setting that can never work is refused at once.
-    with pytest.raises(UserError, match="vocabulary_size is 100, below 261"):
+    with pytest.raises(UserError, match="--train-tokenizer is 100, below 261"):
         prepare(settings(texts, out, None, train_tokenizer=100, overwrite=True))
     assert prepare(settings(texts, out, tokenizer, validation=0.2)).reused
 

@@ -256,8 +256,10 @@ def test_mistakes_are_said_before_workers_start_and_leave_nothing(
 def test_torchrun_starts_the_ranks_as_well(tmp_path: Path, corpus: Path) -> None:
     run_file = write(tmp_path, corpus, nproc=1)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "treadle", "train")
-    code, output = end(start(run_file, launcher=launcher))
+    code, output = end(start(run_file, "--json", launcher=launcher))
     assert code == 0, output
+    (told,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]  # by one rank
+    assert told["step"] == 6
     assert "2 processes on cpu" in output
     assert latest_good(tmp_path / "run").step == 6
 

@@ -54,4 +54,13 @@ def test_a_launchers_ranks_and_nproc_must_agree(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="nproc=2, but the launcher started 4 ranks"):
         treadle.train(run_settings(tmp_path / "run", run_corpus, nproc=2))
+    for name, value, says in (
+        ("RANK", "node-3", "RANK=node-3, which is no whole number; start it through a launcher such as torchrun"),
+        ("WORLD_SIZE", "-1", "WORLD_SIZE=-1, which is no whole number"),
+        ("LOCAL_RANK", "", "LOCAL_RANK=, which is no whole number"),
+        ("RANK", "4", "RANK=4 of WORLD_SIZE=4, but ranks count from 0"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=says):
+            patch.setenv(name, value)
+            treadle.train(run_settings(tmp_path / "run", run_corpus))
     assert not (tmp_path / "run").exists()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import treadle
+from tests.train import mlflow_stub
+from tests.train.mlflow_stub import Server
+from tests.train.runs import go, run_settings
 from treadle.config import TreadleError, UserError
 from treadle.train.sinks import JsonLines, MetricsSettings, Sinks, read_metrics
 
@@ -66,16 +70,27 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     sink.close()
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
+def test_a_missing_package_is_named_before_anything_is_written(
+    tmp_path: Path, run_corpus: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=rf"the sink {name} needs a package .* pip install treadle\[{name}\]"):
+        Sinks(MetricsSettings(sinks=[name]), tmp_path)
+    with pytest.raises(UserError, match=rf"pip install treadle\[{name}\]"):
+        treadle.train(run_settings(tmp_path / "run", run_corpus, log={"sinks": [name]}))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow.entities")]
 )
-def test_a_missing_package_is_named_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+def test_a_package_that_does_not_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow: Server, name: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf"pip install treadle\[{name}\]"):
+    with pytest.raises(UserError, match=rf"does not import \(.*\); pip install treadle\[{name}\] again"):
         Sinks(MetricsSettings(sinks=[name]), tmp_path)
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_an_unknown_sink_is_named(tmp_path: Path) -> None:
@@ -99,83 +114,64 @@ def test_tensorboard_shows_one_value_a_step_after_a_resume(tmp_path: Path) -> No
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 0.5), (3, 9.0)]
 
 
-class FakeMlflow:
-    """Stands in for MLflow's client where the package is not installed."""
-
-    runs: dict[str, Any] = {}
-    broken = False
-
-    def __init__(self, tracking_uri: str) -> None:
-        if FakeMlflow.broken:
-            raise ConnectionError("refused")
-        self.uri = tracking_uri
-
-    def get_experiment_by_name(self, name: str) -> None:
-        return None
-
-    def create_experiment(self, name: str) -> str:
-        return "1"
-
-    def create_run(self, experiment_id: str, run_name: str) -> Any:
-        name = f"run{len(FakeMlflow.runs)}"
-        FakeMlflow.runs[name] = {"metrics": [], "params": [], "status": "RUNNING"}
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=name))
-
-    def update_run(self, run_id: str, status: str) -> None:
-        FakeMlflow.runs[run_id]["status"] = status
-
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        if FakeMlflow.broken:
-            raise ConnectionError("gone")
-        FakeMlflow.runs[run_id]["metrics"] += metrics
-        FakeMlflow.runs[run_id]["params"] += params
-
-    def set_terminated(self, run_id: str) -> None:
-        FakeMlflow.runs[run_id]["status"] = "FINISHED"
-
-
 @pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> type[FakeMlflow]:
-    entities, tracking = types.ModuleType("mlflow.entities"), types.ModuleType("mlflow.tracking")
-    entities.Metric = entities.Param = lambda *values: values
-    tracking.MlflowClient = FakeMlflow
-    for module in (types.ModuleType("mlflow"), entities, tracking):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server, and the client's modules in place of those of the package."""
+    server = Server()
+    for name, module in mlflow_stub.modules(server).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return server
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    FakeMlflow.runs, FakeMlflow.broken = {}, False
-    return FakeMlflow
 
 
 def test_mlflow_run_is_continued_and_a_lost_server_costs_only_its_records(
-    tmp_path: Path, mlflow: type[FakeMlflow], capsys: pytest.CaptureFixture
+    tmp_path: Path, mlflow: Server, capsys: pytest.CaptureFixture
 ) -> None:
     settings = MetricsSettings(sinks=["mlflow"])
-    first = Sinks(settings, tmp_path, run_settings={"optimizer": {"lr": 0.1}})
+    first = Sinks(settings, tmp_path, run_settings={"optimizer": {"lr": 0.1}, "long": "x" * 9000})
     first.write(1, {"loss": 2.0, "note": "text", "done": True})
     first.close()
+    assert mlflow.runs["run0"].status == "FINISHED"
     second = Sinks(settings, tmp_path, done=1)
     second.write(2, {"loss": 1.0})
-    assert list(mlflow.runs) == ["run0"]
-    assert mlflow.runs["run0"]["status"] == "RUNNING"
-    assert [(name, value, step) for name, value, _, step in mlflow.runs["run0"]["metrics"]] == [
-        ("loss", 2.0, 1),
-        ("loss", 1.0, 2),
-    ]
-    assert mlflow.runs["run0"]["params"] == [("optimizer.lr", "0.1")]
-    mlflow.broken = True
+    (run,) = mlflow.runs.values()
+    assert run.status == "RUNNING" and run.name == tmp_path.name
+    assert [(metric.key, metric.value, metric.step) for metric in run.metrics] == [("loss", 2.0, 1), ("loss", 1.0, 2)]
+    assert run.params == {"optimizer.lr": "0.1", "long": "x" * 6000}
+    mlflow.down = "gone"
     second.write(3, {"loss": 0.5})
     second.write(4, {"loss": 0.25})
     second.close()
     assert capsys.readouterr().err.count("MLflow does not take metrics any more (gone)") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+    mlflow.down = "refused"
     with pytest.raises(UserError, match=r"MLflow at http://nowhere does not answer: refused"):
         Sinks(MetricsSettings(sinks=["mlflow"], mlflow_uri="http://nowhere"), tmp_path)
+    assert mlflow.addresses[-1] == "http://nowhere"
 
 
-def test_mlflow_itself_holds_the_run(tmp_path: Path) -> None:
-    """The same against the package, where the extra is installed."""
-    tracking = pytest.importorskip("mlflow.tracking")
+def test_a_run_gives_mlflow_its_settings_and_every_step(tmp_path: Path, run_corpus: Path, mlflow: Server) -> None:
+    tree = run_settings(tmp_path / "run", run_corpus, log={"sinks": ["mlflow"], "mlflow_experiment": "tiny"})
+    go(tree, interrupt_at=3)
+    go(tree)
+    (run,) = mlflow.runs.values()
+    assert (run.experiment, run.status) == (mlflow.experiments["tiny"], "FINISHED")
+    assert run.params["train.steps"] == "6" and run.params["model.config.hidden_size"] == "32"
+    assert [metric.step for metric in run.metrics if metric.key == "loss"] == [1, 2, 3, 4, 5, 6]
+    assert any(metric.key == "validation_loss" and metric.step == 6 for metric in run.metrics)
+
+
+@pytest.mark.parametrize("kind", ["stub", *(["package"] if importlib.util.find_spec("mlflow") else [])])
+def test_mlflow_itself_holds_the_run(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    """The same, read back by the client; against the package too where it is installed, which the stub must match."""
+    if kind == "stub":
+        request.getfixturevalue("mlflow")
+    tracking = importlib.import_module("mlflow.tracking")
     sink = Sinks(MetricsSettings(sinks=["mlflow"]), tmp_path, run_settings={"optimizer": {"lr": 0.1}})
     sink.write(1, {"loss": 2.0})
     sink.close()
@@ -187,7 +183,9 @@ def test_mlflow_itself_holds_the_run(tmp_path: Path) -> None:
     run = client.get_run(note["run"])
     assert run.data.params == {"optimizer.lr": "0.1"}
     assert run.info.status == "FINISHED"
-    assert [(metric.step, metric.value) for metric in client.get_metric_history(note["run"], "loss")] == [
-        (1, 2),
-        (2, 1),
-    ]
+    history = [(metric.step, metric.value) for metric in client.get_metric_history(note["run"], "loss")]
+    assert history == [(1, 2), (2, 1)]
+    for name, method in vars(mlflow_stub.client_of(Server())).items():
+        if callable(method):
+            taken = inspect.signature(getattr(tracking.MlflowClient, name)).parameters
+            assert set(inspect.signature(method).parameters) <= set(taken), name

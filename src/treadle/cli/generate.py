@@ -96,11 +96,13 @@ def run(engine: Engine, tokens: list[int], settings: SamplingSettings, quiet: bo
     from treadle.serve.request import Completion
 
     completion = Completion()
-    started = first = time.monotonic()
+    started = first = last = time.monotonic()
+    at_once = 0  # tokens of the first delta: they say nothing about the time that a token takes
     try:
         for delta in engine.deltas(tokens, settings):
+            last = time.monotonic()
             if not completion.tokens:
-                first = time.monotonic()
+                first, at_once = last, len(delta.tokens)
             completion.add(delta)
             if not quiet:
                 print(delta.text, end="", flush=True)
@@ -108,6 +110,7 @@ def run(engine: Engine, tokens: list[int], settings: SamplingSettings, quiet: bo
         if not quiet and completion.tokens:
             print(flush=True)
     made = len(completion.tokens)
+    timed = made > at_once and last > first
     return {
         "text": completion.text,
         "tokens": completion.tokens,
@@ -116,5 +119,5 @@ def run(engine: Engine, tokens: list[int], settings: SamplingSettings, quiet: bo
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": made,
         "first_token_seconds": round(first - started, 4),
-        "tokens_per_second": round((made - 1) / (time.monotonic() - first), 2) if made > 1 else None,
+        "tokens_per_second": round((made - at_once) / (last - first), 2) if timed else None,
     }

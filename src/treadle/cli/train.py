@@ -19,9 +19,11 @@ def train(
         None, help="Settings to change, such as train.steps=200.", metavar="[KEY=VALUE]..."
     ),
 ) -> None:
+    from treadle.parallel.mesh import world_from_environment
     from treadle.train.api import train as run
 
     checkpoint = run(run_file, overrides or [])
-    if as_json:
+    rank, _, _ = world_from_environment()
+    if as_json and rank == 0:
         outcome = checkpoint.parent.parent / "outcome.json"
         print(outcome.read_text() if outcome.exists() else '{"reason": "stopped before training began"}', end="")

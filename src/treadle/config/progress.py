@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Generator
 from typing import Protocol
@@ -24,11 +25,12 @@ class Step(Protocol):
 
 @contextlib.contextmanager
 def progress(
-    title: str, total: float | None, unit: str = "", after: float = 1.0, every: float = 10.0
+    title: str, total: float | None, unit: str = "", after: float = 1.0, every: float = 10.0, alive: bool = False
 ) -> Generator[Step]:
     """Show progress of something of `total` units (None: unknown) once it has run for `after` seconds.
 
-    Without a terminal a line is printed each `every` seconds. Other ranks than 0 stay silent.
+    Without a terminal a line is printed each `every` seconds. Other ranks than 0 stay silent. `alive` shows it also
+    while `step` is not called for long, with the time that has passed.
     """
     import os
 
@@ -36,17 +38,29 @@ def progress(
         yield lambda amount=1.0, note="": None
         return
     display = _Bar(title, total, unit) if sys.stderr.isatty() else _Lines(title, total, unit, every)
-    started, done = time.monotonic(), 0.0
+    started, done, lock, ended = time.monotonic(), 0.0, threading.Lock(), threading.Event()
 
     def step(amount: float = 1.0, note: str = "") -> None:
         nonlocal done
-        done += amount
-        if time.monotonic() - started >= after:
-            display.show(done, note, time.monotonic() - started)
+        with lock:
+            done += amount
+            elapsed = time.monotonic() - started
+            if elapsed >= after:
+                display.show(done, note or (f"{elapsed:.0f} s" if alive else ""), elapsed)
 
+    def tick() -> None:
+        while not ended.wait(min(after, 1.0)):
+            step(0)
+
+    ticking = threading.Thread(target=tick, name="treadle-progress", daemon=True)
+    if alive:
+        ticking.start()
     try:
         yield step
     finally:
+        ended.set()
+        if alive:
+            ticking.join()
         display.close()
 
 

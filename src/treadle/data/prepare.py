@@ -118,7 +118,7 @@ def prepare(settings: PrepareSettings) -> PreparedReport:
     if settings.train_tokenizer is not None:
         from treadle.model.tokenizer_train import check_vocabulary_size
 
-        check_vocabulary_size(settings.train_tokenizer)
+        check_vocabulary_size(settings.train_tokenizer, name="--train-tokenizer")
     decisive = _decisive(settings, given)
     if (out / PREPARING / MANIFEST).is_file():
         with locked(out):

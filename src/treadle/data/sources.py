@@ -49,7 +49,7 @@ def expand(addresses: Sequence[str], exclude: Sequence[str] = (), output: Path |
     Raises UserError for an address that is missing, matches nothing or has an unknown scheme.
     """
     found: dict[str, Source] = {}
-    with progress("Looking for files", total=None, unit="files") as step:
+    with progress("Looking for files", total=None, unit="files", alive=True) as step:
         for address in addresses:
             here = []
             for source in _expand_one(address, output):

@@ -22,13 +22,16 @@ CHATML = (
 )
 
 
-def check_vocabulary_size(vocabulary_size: int, special_tokens: int = 3 + len(CHAT_TOKENS)) -> None:
-    """Raise UserError where so many tokens cannot hold every byte and the special tokens (by default ours)."""
+def check_vocabulary_size(
+    vocabulary_size: int, special_tokens: int = 3 + len(CHAT_TOKENS), name: str = "vocabulary_size"
+) -> None:
+    """Raise UserError where so many tokens cannot hold every byte and the special tokens (by default ours).
+
+    `name` is what the number is called where it was given.
+    """
     least = special_tokens + 256
     if vocabulary_size < least:
-        raise UserError(
-            f"vocabulary_size is {vocabulary_size}, below {least} (256 bytes and {special_tokens} special tokens)"
-        )
+        raise UserError(f"{name} is {vocabulary_size}, below {least} (256 bytes and {special_tokens} special tokens)")
 
 
 def train_tokenizer(

@@ -52,11 +52,24 @@ class Mesh:
 
 
 def world_from_environment() -> tuple[int, int, int]:
-    """Return (rank, ranks, local rank) as a launcher such as torchrun set them; (0, 1, 0) without one."""
-    return tuple(int(os.environ.get(name, default)) for name, default in _NAMES)  # pyrefly: ignore[bad-return]
+    """Return (rank, ranks, local rank) as a launcher such as torchrun set them; (0, 1, 0) without one.
+
+    Raises UserError where they are no such numbers.
+    """
+    rank, ranks, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
+    if not rank < ranks:
+        raise UserError(f"the environment says RANK={rank} of WORLD_SIZE={ranks}, but ranks count from 0; {_WAY_OUT}")
+    return rank, ranks, local_rank
 
 
-_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+_WAY_OUT = "start it through a launcher such as torchrun, or unset RANK and WORLD_SIZE"
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f"the environment says {name}={text}, which is no whole number; {_WAY_OUT}")
+    return int(text)
 
 
 def launched() -> bool:

@@ -22,7 +22,7 @@ from treadle.train.precision import DTYPES, Precision, first_scaler
 from treadle.train.recompute import Recompute, recompute_layers
 from treadle.train.schedules import check_schedule
 from treadle.train.settings import HEAD_SIZE, ModelSettings, RunSettings, batching, total_steps
-from treadle.train.sinks import sinks
+from treadle.train.sinks import check_sinks
 from treadle.train.state import TrainState
 from treadle.weights.load import load_tokenizer, stream_model
 
@@ -37,8 +37,7 @@ def check_run(settings: RunSettings, feed: Feed, ranks: int) -> None:
     if not launched():
         pick_device(settings.train.device, ranks - 1)
     optimizers.get(settings.optimizer.name)
-    for name in settings.log.sinks:
-        sinks.get(name)
+    check_sinks(settings.log)
     if settings.stop.patience is not None and not feed.validation:
         raise UserError(
             "stop.patience needs held-out data; set data.validation, or prepare the corpus with --validation"

@@ -5,6 +5,7 @@ A sink of another package comes in through the entry-point group `treadle.sinks`
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -51,6 +52,21 @@ class SinkFactory(Protocol):
 sinks: Parts[SinkFactory] = Parts("sink")
 
 
+def check_sinks(settings: MetricsSettings) -> None:
+    """Raise UserError for an unknown sink, or one of ours whose package is missing, before a run has begun."""
+    for name in settings.sinks:
+        package = getattr(sinks.get(name), "package", None)
+        if package is not None and not _installed(package):
+            raise UserError(f"the sink {name} needs a package that is not installed; pip install treadle[{name}]")
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # it was put in place by hand
+        return True
+
+
 class Sinks:
     """All sinks of a run as one: metrics.jsonl first, so that it holds every record whatever happens to the others."""
 
@@ -62,6 +78,7 @@ class Sinks:
         run_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises UserError for an unknown sink and for one whose package is missing."""
+        check_sinks(settings)
         factories = [sinks.get(name) for name in dict.fromkeys(settings.sinks)]
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -162,13 +179,15 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoard:
     """Event files in the run's folder tensorboard/; TensorBoard hides what was written after the resume point."""
 
+    package = "tensorboard"
+
     def __init__(
         self, settings: MetricsSettings, folder: Path, done: int = 0, run_settings: Mapping[str, Any] | None = None
     ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError("TensorBoard is not installed; pip install treadle[tensorboard]") from error
+            raise UserError(f"TensorBoard does not import ({error}); pip install treadle[tensorboard] again") from error
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
         if run_settings and not done:
             self.writer.add_text("settings", f"```json\n{json.dumps(run_settings, indent=2)}\n```", 0)
@@ -189,6 +208,8 @@ class Mlflow:
     answering costs its records, not the training: said once on stderr.
     """
 
+    package = "mlflow"
+
     def __init__(
         self, settings: MetricsSettings, folder: Path, done: int = 0, run_settings: Mapping[str, Any] | None = None
     ) -> None:
@@ -203,7 +224,7 @@ class Mlflow:
             from mlflow.entities import Metric, Param  # pyrefly: ignore[missing-import]
             from mlflow.tracking import MlflowClient  # pyrefly: ignore[missing-import]
         except ImportError as error:
-            raise UserError("MLflow is not installed; pip install treadle[mlflow]") from error
+            raise UserError(f"MLflow does not import ({error}); pip install treadle[mlflow] again") from error
         self.metric, self.failed = Metric, False
         note = folder / "mlflow-run.json"
         try:
