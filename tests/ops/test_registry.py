@@ -160,3 +160,12 @@ def test_linear_and_embedding_are_differentiable() -> None:
     assert torch.equal(embedding(tokens, weight), weight[tokens])
     with pytest.raises(IndexError):
         embedding(torch.tensor([5]), weight)
+
+
+def test_what_ran_is_recorded_by_call(double: Operator) -> None:
+    add_kernel(double, "fast", 4)
+    with registry.recording() as ran:
+        double(torch.ones(2))
+        double(torch.ones(2, dtype=torch.float64))
+    double(torch.ones(2))
+    assert ran == {"double": ["fast", "reference"]}

@@ -40,7 +40,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,11 @@ class Operator:
             usable = self._usable = [kernel for kernel in self.all_kernels() if not refusal(kernel)]
         for kernel in usable:
             if kernel.accepts(*arguments):
+                if _recorded is not None:
+                    _recorded.setdefault(self.name, []).append(kernel.name)
                 return kernel.run(*arguments)
+        if _recorded is not None:
+            _recorded.setdefault(self.name, []).append("reference")
         return self.reference(*arguments)
 
     def all_kernels(self) -> list[Kernel]:
@@ -131,6 +135,20 @@ class Operator:
             if not refusal(kernel) and kernel.accepts(*arguments):
                 return kernel.name
         return "reference"
+
+
+_recorded: dict[str, list[str]] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Generator[dict[str, list[str]]]:
+    """Note which kernel each call of an operator runs, in the order of the calls, until left."""
+    global _recorded
+    before, _recorded = _recorded, {}
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
 
 
 def refusal(kernel: Kernel) -> str:

@@ -29,6 +29,7 @@ from treadle.serve.core import sentence
 from treadle.serve.interface import EngineInterface, Prepared, Ticket, make_requests
 from treadle.serve.model import Model, load
 from treadle.serve.parallel_settings import ParallelSettings
+from treadle.serve.probe import probe_kernels
 from treadle.serve.request import Delta, Phase, Request
 from treadle.serve.stats import EngineStats
 
@@ -133,6 +134,11 @@ class Engine(EngineInterface):
             self._calls.append((work, done))
             self._changed.notify_all()
         return done.result()
+
+    def probe_kernels(self) -> dict[str, str]:
+        """Return for each operator the kernels that serve the model. Only before the first request."""
+        core = self._core
+        return self.call(lambda: probe_kernels(core.runner, core.tables.groups, self.capacity))
 
     @property
     def stats(self) -> EngineStats:

@@ -5,19 +5,7 @@ from __future__ import annotations
 import torch
 
 from treadle.config.progress import amount_text
-from treadle.ops import OPERATORS
-from treadle.ops.registry import refusal
 from treadle.serve.engine import Engine
-
-SERVED_OPERATORS = (
-    "rms_norm",
-    "rope",
-    "packed_attention",
-    "paged_write",
-    "paged_attention",
-    "gated_activation",
-    "sample",
-)
 
 
 def engine_summary(engine: Engine) -> list[str]:
@@ -36,7 +24,7 @@ def engine_summary(engine: Engine) -> list[str]:
             f"{capacity.tokens} tokens in blocks of {capacity.block_size}, up to {capacity.seqs} sequences at once, "
             f"{amount_text(capacity.bytes, 'B')} when full",
         ),
-        ("kernels", ", ".join(f"{name}: {preferred_kernel(name)}" for name in SERVED_OPERATORS)),
+        ("kernels", ", ".join(f"{name}: {kernels}" for name, kernels in engine.probe_kernels().items())),
     ]
     if model.ranks is not None:
         ranks = model.ranks
@@ -46,11 +34,3 @@ def engine_summary(engine: Engine) -> list[str]:
         rows.append(("batch", engine.policy.describe()))
     rows += [("note", note) for note in (*capacity.notes, *engine.policy.notes)]
     return [f"{name:<9} {text}" for name, text in rows]
-
-
-def preferred_kernel(operator: str) -> str:
-    """Return the name of the kernel that is tried first for `operator` on this machine."""
-    for kernel in OPERATORS.get(operator).all_kernels():
-        if not refusal(kernel):
-            return kernel.name
-    return "reference"
