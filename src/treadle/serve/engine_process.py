@@ -45,7 +45,7 @@ class EngineProcess:
         if first is None:
             return 0
         try:
-            self.engine = self._load(messages.decode_to_engine(first))
+            self._load(messages.decode_to_engine(first))
         except TreadleError as error:
             self._send(messages.Failed(str(error), isinstance(error, UserError)))
             return error.exit_code
@@ -54,7 +54,7 @@ class EngineProcess:
                 self._handle(messages.decode_to_engine(frame))
             return int(self.engine.ended and not self._asked_to_close)
 
-    def _load(self, start: messages.ToEngine) -> Engine:
+    def _load(self, start: messages.ToEngine) -> None:
         import torch
 
         from treadle.serve.engine import Engine, EngineSettings
@@ -66,9 +66,9 @@ class EngineProcess:
             torch.set_num_threads(start.threads)
         ranks = parse_settings(EngineSettings, start.settings, source="the engine's settings").ranks
         engine = Engine(load(start.model, start.dtype, start.device, **ranks), **start.settings)
-        engine.after_step = self._flush
         self._send(messages.Ready(engine.capacity, engine_summary(engine), engine.weight_version))
-        return engine
+        self.engine = engine
+        engine.after_step = self._flush
 
     def _handle(self, message: messages.ToEngine) -> None:
         if isinstance(message, messages.Submit):
