@@ -311,31 +311,3 @@ def test_deterministic_logits_have_the_same_bits_in_any_batch_chunk_and_after_an
                     assert torch.equal(seen.setdefault(known, logits), logits)
                     compared += 1
         assert compared >= 20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["windows"]], ids=["plain", "windows"])
-def test_deterministic_logits_have_the_same_bits_in_any_batch_chunk_and_after_any_hit(
-    spec: ModelSpec, dtype: torch.dtype
-) -> None:
-    prompt = [7, 3, 7, 3, 9, 9, 1, 250, 17, 4, 4, 8, 200, 3]
-    seen: dict[tuple[int, ...], torch.Tensor] = {}
-    for others, more in ((0, {}), (6, {"seqs": 7}), (6, {"seqs": 7, "step": 9}), (30, {"seqs": 31, "blocks": 400})):
-        core = core_of(spec, deterministic=True, dtype=dtype, **more)
-        recorder = Recorder(core)
-        tokens = []
-        for _ in range(2):  # the second time its prefix is found
-            for other in range(others):
-                ask(core, [other + 1] * (other % 7 + 1), max_tokens=12)
-            client = ask(core, prompt, max_tokens=10)
-            run(core)
-            tokens.append(client.tokens)
-        assert client.request.cached_tokens > 0
-        assert tokens[0] == tokens[1]
-        compared = 0
-        for known, all_logits in recorder.logits.items():
-            if list(known[: len(prompt)]) == prompt:
-                for logits in all_logits:
-                    assert torch.equal(seen.setdefault(known, logits), logits)
-                    compared += 1
-        assert compared >= 20
