@@ -24,6 +24,27 @@ def test_a_rows_product_has_the_same_bits_in_any_company(dtype: torch.dtype, inp
     torch.testing.assert_close(whole, ops.linear(x, weight, bias), atol=1e-3 * inputs**0.5, rtol=2e-2)
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_every_other_operator_is_row_invariant_too(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels == "reference":
+        for operator in (ops.OPERATORS.get(name) for name in ("rms_norm", "add_rms_norm", "gated_activation", "rope")):
+            monkeypatch.setattr(operator, "_usable", [])
+    x, y, weight = torch.randn(41, 48), torch.randn(41, 48), torch.randn(48)
+    heads, angles = torch.randn(41, 3, 10), torch.randn(41, 5)
+    calls = {
+        "rms_norm": lambda rows: ops.rms_norm(x[rows], weight, 1e-6, 0.0),
+        "add_rms_norm": lambda rows: ops.add_rms_norm(x[rows], y[rows], weight, 1e-6, 0.0)[0],
+        "silu": lambda rows: ops.gated_activation(x[rows], y[rows], "silu"),
+        "gelu_tanh": lambda rows: ops.gated_activation(x[rows], y[rows], "gelu_tanh"),
+        "rope": lambda rows: ops.rope(heads[rows], angles[rows].cos(), angles[rows].sin(), False),
+    }
+    with ops.row_invariant():
+        for name, call in calls.items():
+            whole = call(slice(0, 41))
+            for start, stop in ((0, 1), (7, 8), (3, 21), (40, 41)):
+                assert torch.equal(call(slice(start, stop)), whole[start:stop]), name
+
+
 def test_it_ends_with_its_block() -> None:
     x, weight = torch.randn(3, 4), torch.randn(5, 4)
     with pytest.raises(ZeroDivisionError), ops.row_invariant():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treadle.config.errors import UserError, nearest
 from treadle.ops import native
+from treadle.ops.invariance import is_row_invariant
 from treadle.ops.native import abi
 from treadle.ops.registry import Operator
 from treadle.ops.tensors import accumulator, like
@@ -46,7 +47,13 @@ ACTIVATIONS = {
 
 def gated_activation_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     wide = accumulator(gate.dtype)
-    return (_activation(kind)[0](gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    function, gate_wide = _activation(kind)[0], gate.to(wide)
+    if is_row_invariant() and gate.dim() > 1:
+        # PyTorch computes the last few elements of a tensor by another function than the others.
+        activated = torch.stack([function(row) for row in gate_wide.unbind()]) if len(gate) else gate_wide
+    else:
+        activated = function(gate_wide)
+    return (activated * up.to(wide)).to(gate.dtype)
 
 
 def gated_activation_backward_reference(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
