@@ -240,13 +240,16 @@ def test_an_address_that_is_taken_or_elsewhere_is_refused() -> None:
 
 NODE = """
 import sys
-from treadle.serve.nodes import Nodes, serve_node
-serve_node(Nodes(nnodes=2, node_rank=1, master_port=int(sys.argv[1])), 2, sys.argv[2], threads=1)
+from treadle.serve.nodes import serve_node
+from treadle.serve.parallel_settings import Nodes
+rank, ranks = int(sys.argv[3]), int(sys.argv[4])
+serve_node(Nodes(nnodes=ranks, node_rank=rank, master_port=int(sys.argv[1])), ranks, sys.argv[2], threads=1)
 """
 
 
-def start_node(port: int, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", NODE, str(port), str(folder)], stderr=subprocess.PIPE, text=True)
+def start_node(port: int, folder: Path, rank: int = 1, ranks: int = 2) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", NODE, str(port), str(folder), str(rank), str(ranks)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 def free_port() -> int:
@@ -266,16 +269,19 @@ def test_two_nodes_serve_one_model(folders: dict[str, Path], tmp_path: Path) -> 
     assert node.wait(20) == 0
 
 
-def test_a_lost_node_is_named_and_ends(folders: dict[str, Path]) -> None:
-    folder, port = folders["gemma3_text"], free_port()
-    node = start_node(port, folder)
-    ranks, sequences = start(folder, TP, nodes=Nodes(nnodes=2, master_port=port)), Sequences()
-    (worker,) = psutil.Process(node.pid).children()
+def test_a_lost_node_is_named_and_all_end(folders: dict[str, Path]) -> None:
+    """While nothing runs, so that no one is told by a neighbour that falls silent."""
+    folder, port, lost = folders["gemma3_text"], free_port(), threading.Event()
+    nodes = [start_node(port, folder, rank, 3) for rank in (1, 2)]
+    everyone = Nodes(nnodes=3, master_port=port)
+    ranks = start(folder, Plan(pp=3, dp_shard=1), nodes=everyone, on_lost=lambda _: lost.set())
+    (worker,) = psutil.Process(nodes[0].pid).children()
     worker.kill()
-    error = broken_step(ranks, sequences)
-    assert "rank 1 on " in str(error) and "lost its connection" in str(error)
-    assert node.wait(20) == 1
-    assert node.stderr is not None and "rank 1 of this node was ended by SIGKILL" in node.stderr.read()
+    assert lost.wait(20)
+    error = broken_step(ranks, Sequences())
+    assert "rank 1 on " in str(error) and "lost its connection during waiting for work" in str(error)
+    assert [node.wait(20) for node in nodes] == [1, 1]
+    assert nodes[0].stderr is not None and "rank 1 of this node was ended by SIGKILL" in nodes[0].stderr.read()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack
 from datetime import timedelta
@@ -55,6 +55,7 @@ class Peer:
     def __init__(self, rank: int, node: str = "") -> None:
         self.rank, self.node = rank, node
         self.connection: Connection | None = None
+        self._socket: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.hello: Future[commands.Hello] = Future()
         self.ready: Future[None] = Future()
@@ -65,6 +66,17 @@ class Peer:
     @property
     def name(self) -> str:
         return f"rank {self.rank}" + (f" on {self.node}" if self.node else "")
+
+    def connect(self, end: socket.socket) -> None:
+        """Take our end of what connects the two."""
+        self._socket, self.connection = end, Connection(os.dup(end.fileno()))
+
+    def cut(self) -> None:
+        """End the connection, so that both sides notice, a thread that reads from it included."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
 
 
 class Ranks:
@@ -91,7 +103,7 @@ class Ranks:
         self.nodes = nodes or Nodes()
         self.node_ranks = self.nodes.ranks_each(plan.ranks())
         self.threads = threads or max(1, torch.get_num_threads() // self.node_ranks)
-        self.doing = "the start"
+        self._doing = ["the start"]
         self.error: TreadleError | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -127,7 +139,7 @@ class Ranks:
             raise self._explain(error) from error
         for peer in self.peers:
             self._wait(peer.ready, self.timeout, f"{peer.name} did not join the others")
-        self.doing = "waiting for work"
+        self._doing.clear()
 
     def _start_peers(self, device: str, port: int) -> None:
         """Wait until each rank is there, and tell it what it is."""
@@ -152,7 +164,7 @@ class Ranks:
         ours, theirs = socket.socketpair()
         command = workers.command_line("--control", str(theirs.fileno()), "--rank", str(peer.rank))
         environment = workers.environment(self.threads) | interface_towards(self.nodes.master_addr)
-        peer.connection = Connection(ours.detach())
+        peer.connect(ours)
 
         def run() -> None:
             # A worker ends with the thread that started it: with this one, which lives until the worker does.
@@ -188,20 +200,16 @@ class Ranks:
                         f"rank {some} of the other nodes did not join within {workers.JOIN_SECONDS:.0f} s; start "
                         "treadle serve there with the same options and another --node-rank"
                     ) from None
-                accepted.setblocking(True)
-                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                # Whoever connects and stays silent is no rank of ours.
-                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 10, 0))
-                connection = Connection(os.dup(accepted.fileno()))
-                with accepted, contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, UnicodeError):
-                    hello = msgspec.msgpack.decode(connection.recv_bytes(1 << 16), type=commands.Hello)
-                    if secrets.compare_digest(hello.key, key) and hello.rank in waiting:
-                        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-                        peer = waiting.pop(hello.rank)
-                        peer.connection, peer.node = connection, f"{hello.host} ({address[0]})"
-                        peer.hello.set_result(hello)
-                        name = f"treadle-rank-{peer.rank}"
-                        threading.Thread(target=self._listen, args=(peer,), name=name, daemon=True).start()
+                hello = _greet(accepted)
+                if hello is None or not secrets.compare_digest(hello.key, key) or hello.rank not in waiting:
+                    accepted.close()  # whoever that is, it is no rank of ours
+                    continue
+                peer = waiting.pop(hello.rank)
+                peer.node = f"{hello.host} ({address[0]})"
+                peer.connect(accepted)
+                peer.hello.set_result(hello)
+                name = f"treadle-rank-{peer.rank}"
+                threading.Thread(target=self._listen, args=(peer,), name=name, daemon=True).start()
 
     def _check_hello(self, peer: Peer, hello: commands.Hello) -> None:
         ours = workers.versions()
@@ -241,7 +249,7 @@ class Ranks:
             case commands.Done(number=0):
                 peer.ready.set_result(None)
             case commands.Done() | commands.Failed():
-                future = peer.calls.pop(answer.number)
+                future = peer.calls.pop(answer.number, Future())
                 if isinstance(answer, commands.Done):
                     future.set_result(answer.value)
                 else:
@@ -261,6 +269,19 @@ class Ranks:
 
     # --- commands
 
+    @property
+    def doing(self) -> str:
+        """What the ranks are at."""
+        return self._doing[-1] if self._doing else "waiting for work"
+
+    @contextlib.contextmanager
+    def _during(self, command: commands.Command) -> Generator[None]:
+        """Say what is done meanwhile. Where it fails what was done stays, for whoever asks why."""
+        what = commands.describe(command)
+        self._doing.append(what)
+        yield
+        self._doing.remove(what)
+
     def all(self, command: commands.Command) -> list[Any]:
         """Carry a command out on every rank and return what each gave, rank 0 first.
 
@@ -272,20 +293,23 @@ class Ranks:
             self._number += 1
             number = self._number
         futures: list[Future[Any]] = []
-        with self._sending:
-            for peer in self.peers:
-                future: Future[Any] = Future()
-                peer.calls[number] = future
-                futures.append(future)
-                self._send(peer, commands.Call(number, command))
-                if peer.end:  # it may have ended before there was anyone to tell
-                    _fail(future, self._explain(None))
-        own: Future[Any] = Future()
-        try:
-            own.set_result(self.rank.run(command))
-        except Exception as error:
-            own.set_exception(error)
-        problems = [error for future in [own, *futures] if (error := future.exception()) is not None]
+        with self._during(command):
+            with self._sending:
+                for peer in self.peers:
+                    future: Future[Any] = Future()
+                    peer.calls[number] = future
+                    futures.append(future)
+                    self._send(peer, commands.Call(number, command))
+                    if peer.end:  # it may have ended before there was anyone to tell
+                        _fail(future, self._explain(None))
+            own: Future[Any] = Future()
+            try:
+                own.set_result(self.rank.run(command))
+            except Exception as error:
+                if _tells_of_another(error):
+                    raise self._explain(error) from error
+                own.set_exception(error)
+            problems = [error for future in [own, *futures] if (error := future.exception()) is not None]
         if problems:
             raise problems[0]
         return [future.result() for future in [own, *futures]]
@@ -294,18 +318,16 @@ class Ranks:
         """Compute a step on all ranks. Raises TreadleError where a rank fails; no further step is possible then."""
         if self.error is not None:
             raise self.error
-        self.doing = commands.describe(command)
         data = msgspec.msgpack.encode(commands.Call(0, command))
-        try:
-            with self._sending:
-                for peer in self.peers:
-                    assert peer.connection is not None
-                    peer.connection.send_bytes(data)
-            output = self.rank.step(command)
-        except Exception as error:
-            raise self._explain(error) from error
-        self.doing = "waiting for work"
-        return output
+        with self._during(command):
+            try:
+                with self._sending:
+                    for peer in self.peers:
+                        assert peer.connection is not None
+                        peer.connection.send_bytes(data)
+                return self.rank.step(command)
+            except Exception as error:
+                raise self._explain(error) from error
 
     def _send(self, peer: Peer, message: commands.Call | commands.Start) -> None:
         assert peer.connection is not None
@@ -369,9 +391,7 @@ class Ranks:
             if peer.process is not None:
                 peer.process.kill()
                 peer.process.wait()
-            if peer.connection is not None:
-                with contextlib.suppress(OSError):
-                    peer.connection.close()
+            peer.cut()
         self._stack.close()
 
 
@@ -384,6 +404,22 @@ def _open_store(nodes: Nodes, timeout: float) -> dist.TCPStore:
             f"node 0 cannot listen at {place[0]}:{place[1]}; choose another master_port, and for master_addr an "
             f"address of this machine ({str(error).splitlines()[0][:200]})"
         ) from error
+
+
+def _greet(accepted: socket.socket) -> commands.Hello | None:
+    """Return what the other side of a new connection says it is; None where it does not say so at once."""
+    seconds = struct.pack("ll", 10, 0)
+    accepted.setblocking(True)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    connection = Connection(os.dup(accepted.fileno()))
+    try:
+        return msgspec.msgpack.decode(connection.recv_bytes(1 << 16), type=commands.Hello)
+    except (OSError, EOFError, msgspec.MsgspecError, UnicodeError):
+        return None
+    finally:
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        connection.close()
 
 
 def _fail(future: Future[Any], error: Exception) -> None:
@@ -406,7 +442,7 @@ def _end_of(process: subprocess.Popen[bytes]) -> str:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Any:
+def _environment(values: dict[str, str]) -> Generator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
