@@ -154,3 +154,27 @@ def test_numbers_in_every_notation_are_numbers(number: float) -> None:
     assert tree["y"] == pytest.approx(number, rel=1e-6)
     set_dotted(tree, "z=3e-4")
     assert tree["z"] == 3e-4
+
+
+class Named(Settings):
+    name: str
+
+
+class Choosing(Settings):
+    one: int | list[int] | Named = 1
+    many: list[str | list[Named]] = []
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"one": {"nam": "x"}}, "key 'one.name' is required; unknown key 'one.nam', did you mean 'name'?"),
+        ({"one": [1, "x"]}, "'one.1' is 'x': input should be a valid integer, unable to parse string as an integer"),
+        ({"one": "x"}, "'one' is 'x': input should be a valid integer, unable to parse string as an integer"),
+        ({"many": ["x", [{"name": 5}]]}, "'many.1.0.name' is 5: input should be a valid string"),
+    ],
+)
+def test_of_several_allowed_kinds_the_closest_is_explained(tree: dict, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_settings(Choosing, tree, source="it")
+    assert str(error.value) == f"it: {message}"

@@ -138,12 +138,41 @@ def parse_settings(kind: type[S], tree: Any, source: str = "the settings") -> S:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(kind, problem) for problem in error.errors(include_url=False)]
+        problems = [_explain(kind, problem) for problem in _closest(error.errors(include_url=False))]
         raise UserError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from error
 
 
+def _closest(problems: Sequence[Any]) -> list[Any]:
+    """Return the problems without those of alternatives that the value was less like.
+
+    Where several kinds of value are allowed, pydantic tells what is wrong with the value as each of them.
+    """
+    fields: dict[Any, list[Any]] = {}
+    for problem in problems:
+        fields.setdefault(problem["loc"][:1], []).append(problem)
+    kept: list[Any] = []
+    for found in fields.values():
+        if not any(_is_alternative(part) for problem in found for part in problem["loc"]):
+            kept += found
+            continue
+        deepest = max(len(problem["loc"]) for problem in found)
+        first = next(problem for problem in found if len(problem["loc"]) == deepest)
+        # Of a value of the wrong type it is no news that it has other keys.
+        wrong_type = first["loc"][-1] == "type" or _is_alternative(first["loc"][-1])
+        kept += [first] if wrong_type else [one for one in found if one["loc"][:-1] == first["loc"][:-1]]
+    return kept
+
+
+def _is_alternative(part: Any) -> bool:
+    """Whether a part of a problem's location names one of several allowed types, such as list[int] or NamedTool."""
+    return isinstance(part, str) and (
+        "[" in part or part in ("str", "int", "float", "bool", "none") or part[:1].isupper()
+    )
+
+
 def _explain(kind: type[BaseModel], problem: Any) -> str:
-    location = [part for part in problem["loc"] if not str(part).startswith("function-")]
+    place = [part for part in problem["loc"] if not str(part).startswith("function-")]
+    location = [place[0], *(part for part in place[1:] if not _is_alternative(part))] if place else []
     name = ".".join(str(part) for part in location) or "the whole"
     if problem["type"] == "extra_forbidden":
         known = _known_keys(kind, location[:-1])
