@@ -88,7 +88,7 @@ def test_resolved_settings_read_back_as_themselves(tmp_path: Path) -> None:
         ({"stop": {"patiense": 3}}, "did you mean 'patience'"),
         ({"spikes": {"policy": "ignore"}}, "'skip', 'rewind', 'stop' or 'off'"),
         ({"nproc": 0}, "'nproc' is 0"),
-        ({"plan": {"tp": 2}}, "unknown key 'plan.tp'"),
+        ({"plan": {"cp": 2}}, "unknown key 'plan.cp'"),
     ],
 )
 def test_a_mistake_names_the_key_and_what_is_allowed(changes: dict[str, Any], says: str) -> None:
