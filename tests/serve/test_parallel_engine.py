@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.serve.tiny import TOKENS, build
 from treadle.config import TreadleError, UserError
@@ -51,8 +53,24 @@ def answers(engine: Engine) -> list[tuple[tuple[int, ...], str]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[tuple[int, ...], list[int]]:
+    """Return what Transformers answers greedily, in fp32, to 20 prompts of 1 to 39 tokens."""
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager").eval()
+    theirs.generation_config.eos_token_id = None  # no token ends an answer
+    found = {}
+    for index in range(20):
+        prompt = torch.randint(0, TOKENS, (2 * index + 1,), generator=torch.Generator().manual_seed(index))
+        with torch.no_grad():
+            made = theirs.generate(prompt[None], max_new_tokens=64, do_sample=False)[0]
+        found[tuple(prompt.tolist())] = made[len(prompt) :].tolist()
+    return found
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tp", "pp"])
-def test_it_generates_what_one_process_does(folder: Path, sizes: tuple[int, int]) -> None:
+def test_it_generates_what_one_process_does_and_transformers(
+    folder: Path, sizes: tuple[int, int], reference: dict[tuple[int, ...], list[int]]
+) -> None:
     with Engine(folder, **SETTINGS) as engine:
         expected = answers(engine)
         embedding, _ = asyncio.run(engine.embed(PROMPTS[1]))
@@ -60,6 +78,9 @@ def test_it_generates_what_one_process_does(folder: Path, sizes: tuple[int, int]
     with Engine(folder, **SETTINGS, **parallel) as engine:
         assert answers(engine) == expected
         assert asyncio.run(engine.embed(PROMPTS[1]))[0] == pytest.approx(embedding, abs=1e-5)
+        prompts = [list(prompt) for prompt in reference]
+        made = engine.generate(prompts, max_tokens=64, temperature=0.0, ignore_eos=True)
+    assert [list(completion.tokens) for completion in made] == list(reference.values())
     assert engine.model.ranks is not None
     # The engine loaded the model, so it ended the ranks.
     assert all(peer.process is not None and peer.process.poll() == 0 for peer in engine.model.ranks.peers)
