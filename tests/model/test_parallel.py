@@ -17,7 +17,7 @@ from treadle.model.layout import Layout
 from treadle.model.lora import LoraSpec, attach_lora
 from treadle.model.parallel import distribute, lay_out
 from treadle.model.spec import LayerSpec, MlpSpec, ModelSpec
-from treadle.model.stages import ParallelModel
+from treadle.model.stages import Microbatch, ParallelModel
 from treadle.model.transformer import Transformer
 from treadle.parallel.mesh import join
 from treadle.parallel.plan import Plan
@@ -77,7 +77,7 @@ def _logits(names: list[str], plan: Plan) -> list[tuple[float, int]]:
         worst, count = 0.0, 0
         expected_logits = logits_of(spec, normed)
         for wanted, states in ((rows, pooled), (rows, None), (rows[:0], pooled), (rows[:0], None), (None, None)):
-            logits, hidden = part(tokens, PackedContext.of_lengths(LENGTHS), wanted, states)
+            logits, hidden = part(Microbatch(tokens, PackedContext.of_lengths(LENGTHS), wanted, states))
             assert logits.shape[1] == spec.vocabulary and hidden.shape[1] == spec.width
             count += len(logits) + len(hidden)
             for got, expected in (
@@ -86,8 +86,23 @@ def _logits(names: list[str], plan: Plan) -> list[tuple[float, int]]:
             ):
                 if len(got):
                     worst = max(worst, float((got - expected).abs().max() / expected.std()))
+        # The same tokens, a sequence at a time: what each wants, one behind the other.
+        logits, hidden = part(*one_by_one(tokens))
+        for got, expected in ((logits, expected_logits[torch.tensor([6, 0, 7, 19])]), (hidden, normed[[7, 8]])):
+            count += len(got)
+            if len(got):
+                worst = max(worst, float((got - expected).abs().max() / expected.std()))
         found.append((worst, count))
     return found
+
+
+def one_by_one(tokens: Tensor) -> list[Microbatch]:
+    """Return a microbatch for each sequence."""
+    parts, rows, pooled = tokens.split(LENGTHS), [[6, 0], [0], [11]], [None, [0], [0]]
+    return [
+        Microbatch(part, PackedContext.of_lengths([len(part)]), torch.tensor(r), None if p is None else torch.tensor(p))
+        for part, r, p in zip(parts, rows, pooled, strict=True)
+    ]
 
 
 def logits_of(spec: ModelSpec, normed: Tensor) -> Tensor:
@@ -100,7 +115,7 @@ def test_logits_are_those_of_the_whole_model(ranks, plan: Plan) -> None:
     plan = plan.resolve(plan.pp * plan.tp)
     results = ranks(plan.ranks()).run(_logits, list(SPECS), plan)
     for name, (difference, rows) in zip(SPECS, results[0], strict=True):
-        assert rows == 4 + 2 + 4 + 2 + sum(LENGTHS) and difference < TOLERANCE, (name, difference)
+        assert rows == 4 + 2 + 4 + 2 + sum(LENGTHS) + 4 + 2 and difference < TOLERANCE, (name, difference)
     assert all(rows == 0 for result in results[1:] for _, rows in result), "logits go to the first rank only"
 
 

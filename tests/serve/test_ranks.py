@@ -21,6 +21,7 @@ from treadle.model.context import PackedContext
 from treadle.model.transformer import Transformer
 from treadle.parallel.plan import Plan
 from treadle.serve.batch import StepBatch
+from treadle.serve.microbatches import LEAST_TOKENS
 from treadle.serve.parallel_runner import ParallelRunner
 from treadle.serve.parallel_settings import Nodes
 from treadle.serve.rank_commands import Call, FreeCache, LoadWeights, MakeCache, Measure, Step
@@ -30,7 +31,7 @@ from treadle.weights.save import save_model
 
 # Of the logits' spread: sums over ranks are added in another order than within one matrix product.
 TOLERANCE = 1e-5
-BLOCK, BLOCKS = 4, 40
+BLOCK, BLOCKS = 4, 160
 TP, PP = Plan(tp=2, dp_shard=1), Plan(pp=2, dp_shard=1)
 
 
@@ -60,7 +61,7 @@ class Sequences:
     """Two sequences that a runner computes piece by piece, each with blocks of its own."""
 
     def __init__(self, groups: int = 2) -> None:
-        self.groups, self.tokens = groups, [some_tokens(30, seed=5).tolist(), some_tokens(30, seed=6).tolist()]
+        self.groups, self.tokens = groups, [some_tokens(300, seed=seed).tolist() for seed in (5, 6)]
         self.done = [0, 0]
 
     def batch(self, *counts: int, pooled: bool = False) -> StepBatch:
@@ -88,7 +89,8 @@ class Sequences:
 
 def check_steps(runner: ParallelRunner, whole: Transformer) -> None:
     sequences = Sequences()
-    for counts in ((11, 3), (1, 9), (1, 1), (7, 1), (1, 1)):
+    # One is long enough for microbatches, of which the first sequence has the first and a part of the second.
+    for counts in ((11, 3), (1, 9), (1, 1), (7, 1), (2 * LEAST_TOKENS - 90, 90), (1, 1)):
         output = runner.step(sequences.batch(*counts))
         expected = sequences.expected(whole)
         assert output.logits.dtype == torch.float32

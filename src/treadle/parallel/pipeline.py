@@ -49,11 +49,30 @@ class PipelineGroup:
 
     def send(self, x: Tensor, stage: int) -> None:
         """Send a tensor to a stage, which must know its shape and dtype. What has no elements is not sent."""
-        if x.numel():
-            dist.send(x.contiguous(), group=self.group, group_dst=stage)
+        self.start_send(x, stage).wait()
 
     def receive(self, x: Tensor, stage: int) -> Tensor:
         """Fill `x` with what a stage sends, and return it."""
-        if x.numel():
-            dist.recv(x, group=self.group, group_src=stage)
-        return x
+        return self.start_receive(x, stage).wait()
+
+    def start_send(self, x: Tensor, stage: int, number: int = 0) -> Transfer:
+        """Begin to send a tensor; several at once to one stage have numbers of their own, the same on both sides."""
+        x = x.contiguous()
+        return Transfer(x, dist.isend(x, group=self.group, tag=number, group_dst=stage) if x.numel() else None)
+
+    def start_receive(self, x: Tensor, stage: int, number: int = 0) -> Transfer:
+        """Begin to receive a tensor into `x`."""
+        return Transfer(x, dist.irecv(x, group=self.group, tag=number, group_src=stage) if x.numel() else None)
+
+
+class Transfer:
+    """A tensor on its way, which is kept until it has arrived."""
+
+    def __init__(self, x: Tensor, work: dist.Work | None) -> None:
+        self._x, self._work = x, work
+
+    def wait(self) -> Tensor:
+        """Return the tensor once it has arrived, or was taken from here."""
+        if self._work is not None:
+            self._work.wait()
+        return self._x

@@ -10,14 +10,15 @@ from treadle import ops
 from treadle.model.layout import Layout
 from treadle.model.parallel import lay_out
 from treadle.model.spec import ModelSpec
-from treadle.model.stages import ParallelModel
+from treadle.model.stages import Microbatch, ParallelModel
 from treadle.model.transformer import Transformer
 from treadle.parallel.mesh import Mesh
 from treadle.serve import rank_commands as commands
-from treadle.serve.batch import LayerGroup, StepOutput, layer_groups
+from treadle.serve.batch import LayerGroup, StepBatch, StepOutput, layer_groups
 from treadle.serve.capacity import available_memory
 from treadle.serve.kv_cache import KVCache, KVFormat
 from treadle.serve.measure import activations
+from treadle.serve.microbatches import cut_batch, microbatch_count
 from treadle.serve.model import parse_dtype
 from treadle.serve.paged import PagedContext
 from treadle.weights.load import load_model
@@ -80,16 +81,19 @@ class Rank:
     @torch.inference_mode()
     def step(self, command: commands.Step) -> StepOutput:
         """Compute a step, with all other ranks. What it gives is on the first rank, elsewhere it is empty."""
-        device, cache = self.mesh.device, self.cache
-        assert cache is not None, "there is no cache yet"
+        device, batch = self.mesh.device, command.batch
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)  # of this thread
-        context = PagedContext(cache, command.batch, device, self.deterministic)
-        tokens = torch.tensor(command.batch.tokens, device=device)
-        model = self.weights[command.weights]
+        parts = cut_batch(batch, microbatch_count(batch, self.mesh.plan.pp))
         with ops.row_invariant(self.deterministic):
-            logits, hidden = model(tokens, context, context.rows, context.pooled)  # pyrefly: ignore[bad-argument-type]
+            logits, hidden = self.weights[command.weights](*map(self._microbatch, parts))
         return StepOutput(logits.float(), hidden.float())
+
+    def _microbatch(self, batch: StepBatch) -> Microbatch:
+        assert self.cache is not None, "there is no cache yet"
+        context = PagedContext(self.cache, batch, self.mesh.device, self.deterministic)
+        tokens = torch.tensor(batch.tokens, device=self.mesh.device)
+        return Microbatch(tokens, context, context.rows, context.pooled)  # pyrefly: ignore[bad-argument-type]
 
     def measure(self) -> dict[str, float]:
         """Return `available` bytes of memory, and the `fixed` ones and those for `each` token that a step takes."""
