@@ -193,6 +193,8 @@ def test_an_engine_keeps_what_it_learned_for_its_next_start(engine_of: Callable[
     assert first.generate(prompts, temperature=0, max_tokens=20, ignore_eos=True) == wanted
     assert first.stats.budget_seqs == 3 and "answers and no prompt" in first.stats.decision
     assert first.call(lambda: first.policy.costs.steps == first.stats.steps)
+    assert first.call(lambda: sum(first.stats.budget_causes.values()) == first.stats.steps)
+    assert first.stats.budget_causes["answers"] > 0
     first.close()
     (kept,) = (cache / "step-costs").iterdir()
     second = engine_of(max_num_seqs=4, max_num_batched_tokens=64, batch=batch)

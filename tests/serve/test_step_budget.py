@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from treadle.serve.cost_model import Fit
 from treadle.serve.lengths import candidate_sizes
 from treadle.serve.scheduler import UNLIMITED, Limits, SequenceState, State, decide
-from treadle.serve.step_budget import Budget, choose_budget, choose_hold, plan_chunks, shape
+from treadle.serve.step_budget import Budget, Cause, choose_budget, choose_hold, plan_chunks, shape
 
 UNIT = 16
 LIMITS = Limits(8, 512, UNIT)
@@ -39,6 +39,7 @@ def test_a_step_is_cut_to_the_bound_while_somebody_waits_for_it() -> None:
     budget = choose(State([*answers, sequence(9, 2000)], [], (999,)), bound=0.1)
     # 10 + 0.5 T + 0.1 x 4 <= 100 ms holds for 179 tokens; the candidate below that is 160.
     assert budget.tokens == 160 and budget.seconds == pytest.approx(0.0904)
+    assert budget.cause is Cause.BOUND
     assert "160 tokens take at most 90.4 ms of 100 ms, 192 would take more" in budget.reason
     alone = choose(State([sequence(9, 2000)], [], (999,)), bound=0.1)
     assert alone.tokens == 512 and "nobody waits" in alone.reason
@@ -50,6 +51,7 @@ def test_a_step_is_cut_to_the_bound_while_somebody_waits_for_it() -> None:
 def test_where_the_bound_cannot_be_kept_prompts_still_advance() -> None:
     state = State([decoding(1), decoding(2), sequence(9, 2000)], [], (999,))
     budget = choose(state, bound=0.005)
+    assert budget.cause is Cause.UNREACHABLE
     assert budget.tokens == 3 and "longer than the bound" in budget.reason
     decision = decide(*shape(state, LIMITS, budget))
     assert {piece.number: piece.tokens for piece in decision.run} == {1: 1, 2: 1, 9: 1}
@@ -66,6 +68,8 @@ def test_guesses_count_as_what_they_cost() -> None:
 def test_sizes_that_were_never_measured_are_tried_by_doubling() -> None:
     state = State([decoding(1), sequence(9, 2000)], [], (999,))
     budget = choose(state, 10.0, replace(FIT, largest=50))
+    assert budget.cause is Cause.LEARNING
+    assert choose(state, 10.0).cause is Cause.FITS
     assert budget.tokens == 96 and "yet to be measured" in budget.reason
     begin = choose(state, 10.0, Fit())
     assert begin.tokens == UNIT and "too few steps were measured" in begin.reason

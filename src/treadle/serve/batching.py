@@ -21,7 +21,7 @@ from treadle.serve.cost_model import CostModel, Fit, StepWork
 from treadle.serve.cost_store import load_costs, save_costs
 from treadle.serve.lengths import LengthHistogram, candidate_sizes
 from treadle.serve.scheduler import Limits, State
-from treadle.serve.step_budget import Budget, Hold, choose_budget, choose_hold, shape
+from treadle.serve.step_budget import Budget, Cause, Hold, choose_budget, choose_hold, shape
 
 LEAST_NEWS = 16  # measured steps for which the file on disk is written again
 
@@ -69,6 +69,11 @@ class BatchPolicy:
     def shape(self, state: State, limits: Limits) -> tuple[State, Limits, str]:
         """Return the state and the limits that the scheduler is to decide by, and why."""
         return state, limits, ""
+
+    @property
+    def cause(self) -> str:
+        """What the last step's budget was decided by."""
+        return Cause.FREE.value
 
     def hold(self, prompts: Sequence[int], oldest_seconds: float) -> Hold:
         """Return how long to wait for more than these prompts before the first step of an idle engine."""
@@ -128,6 +133,10 @@ class DynamicBatchPolicy(BatchPolicy):
         by_length = self.settings.strategy == "length_aware"
         self.budget = choose_budget(state, limits, self.costs.fit, self.bound, sizes, by_length)
         return *shape(state, limits, self.budget), self.budget.reason
+
+    @property
+    def cause(self) -> str:
+        return super().cause if self.budget is None else self.budget.cause.value
 
     def hold(self, prompts: Sequence[int], oldest_seconds: float) -> Hold:
         return choose_hold(prompts, oldest_seconds, self.settings.min_size, self.costs.fit, self.bound)

@@ -481,6 +481,7 @@ class Core:
     def _count_step(self, decision: Decision, model_seconds: float, seconds: float) -> None:
         stats = self.stats
         stats.steps += 1
+        stats.budget_causes[self.policy.cause] = stats.budget_causes.get(self.policy.cause, 0) + 1
         stats.model_seconds += model_seconds
         stats.step_seconds += seconds
         stats.last_step_tokens, stats.last_step_seqs = decision.tokens, len(decision.run)

@@ -56,6 +56,7 @@ class EngineStats:
     last_step_seqs: int = 0
     budget_tokens: int = 0  # that the last step was allowed
     budget_seqs: int = 0
+    budget_causes: dict[str, int] = field(default_factory=dict)  # steps by what their budget was decided by
     decision: str = ""  # the last one's reason
     stepped: float = 0.0  # time.monotonic() after the last step
     steps_by_seqs: Distribution = field(default_factory=lambda: Distribution(SEQS_BOUNDS))

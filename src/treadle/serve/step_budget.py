@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from treadle.serve.cost_model import Fit, StepWork
 from treadle.serve.scheduler import UNLIMITED, Limits, SequenceState, State
@@ -12,6 +13,17 @@ from treadle.serve.scheduler import UNLIMITED, Limits, SequenceState, State
 # Of the bound: what the answers in progress may take alone before no more sequences are started, so that prompts
 # still find some room beside them.
 ANSWERS_SHARE = 0.85
+
+
+class Cause(StrEnum):
+    """What a budget was decided by; the reason says it with numbers."""
+
+    FREE = "free"  # nobody waits for the step, or there is no bound
+    ANSWERS = "answers"  # no prompt is there that could be cut
+    FITS = "fits"  # all that is there stays within the bound
+    BOUND = "bound"  # more would break the bound
+    LEARNING = "learning"  # more was never measured
+    UNREACHABLE = "unreachable"  # even the least breaks the bound
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Budget:
     chunks: tuple[Chunk, ...]
     work: StepWork  # that comes of it where blocks do not run out
     seconds: float  # that the step should rarely exceed, 0: not known
+    cause: Cause
     reason: str
 
 
@@ -113,38 +126,37 @@ def choose_budget(
     prompts = [*(one for one in state.running if not one.decoding), *state.waiting[:slots]]
     drafts = sum(sequence.drafts for sequence in decoding)
 
-    def budget(tokens: int, reason: str) -> Budget:
+    def budget(tokens: int, cause: Cause, reason: str = "") -> Budget:
         chunks = plan_chunks(prompts, tokens - len(decoding), limits.block_size, by_length)
         work = _whole(answers, chunks, drafts, tokens)
         seconds = fit.upper(work) if fit.ready else 0.0
-        return Budget(tokens, seqs, chunks, work, seconds, "; ".join(filter(None, (reason, why_seqs))))
+        return Budget(tokens, seqs, chunks, work, seconds, cause, "; ".join(filter(None, (reason, why_seqs))))
 
     if bound is None:
-        return budget(most, "no latency bound")
+        return budget(most, Cause.FREE, "no latency bound")
     if not decoding:
-        return budget(most, "no answer is in progress, so nobody waits for this step")
+        return budget(most, Cause.FREE, "no answer is in progress, so nobody waits for this step")
     least = min(most, len(decoding) + 1)
     if not prompts and not drafts:
-        return budget(most, f"{len(decoding)} answers and no prompt")
+        return budget(most, Cause.ANSWERS, f"{len(decoding)} answers and no prompt")
     # What lies beyond anything that was measured is tried by and by.
     trusted = max(least, fit.trusted)
     sizes = [least, *(size for size in candidates if least < size <= min(most, trusted))]
     if not fit.ready:
         size = sizes[min(1, len(sizes) - 1)]
-        return budget(size, f"{size} tokens to begin with, as too few steps were measured")
+        return budget(size, Cause.LEARNING, f"{size} tokens to begin with, as too few steps were measured")
     # Steps grow with their tokens, so the largest that is fast enough is found by bisection.
-    fitting = bisect_left(sizes, True, key=lambda size: budget(size, "").seconds > bound)
+    fitting = bisect_left(sizes, True, key=lambda size: budget(size, Cause.FITS).seconds > bound)
+    chosen = budget(sizes[max(0, fitting - 1)], Cause.FITS)
+    cause, why = Cause.FITS, f"{chosen.work.tokens} tokens take at most {_ms(chosen.seconds)} of {_ms(bound)}"
     if fitting == 0:
-        chosen = budget(least, "")
+        cause = Cause.UNREACHABLE
         why = f"even {least} tokens take {_ms(chosen.seconds)}, longer than the bound of {_ms(bound)}"
-        return replace(chosen, reason="; ".join(filter(None, (why, why_seqs))))
-    chosen = budget(sizes[fitting - 1], "")
-    why = f"{chosen.work.tokens} tokens take at most {_ms(chosen.seconds)} of {_ms(bound)}"
-    if fitting < len(sizes):
-        why += f", {sizes[fitting]} would take more"
+    elif fitting < len(sizes):
+        cause, why = Cause.BOUND, f"{why}, {sizes[fitting]} would take more"
     elif chosen.work.tokens == sizes[-1] < most:
-        why += ", larger steps have yet to be measured"
-    return replace(chosen, reason="; ".join(filter(None, (why, why_seqs))))
+        cause, why = Cause.LEARNING, f"{why}, larger steps have yet to be measured"
+    return replace(chosen, cause=cause, reason="; ".join(filter(None, (why, why_seqs))))
 
 
 def _whole(answers: StepWork, chunks: Sequence[Chunk], drafts: int, tokens: int) -> StepWork:

@@ -71,6 +71,8 @@ def test_they_count_what_happened(server: Served) -> None:
         "treadle_request_prompt_tokens_sum": 80,
         "treadle_request_generation_tokens_sum": 14,
         "treadle_steps_total": 14,
+        "treadle_step_budgets_totalfree": 14,
+        "treadle_step_budgets_totalbound": 0,
         "treadle_step_seconds_count": 14,
         "treadle_iteration_tokens_total_count": 14,
         "treadle_iteration_tokens_total_sum": 40 + 8 + 12,

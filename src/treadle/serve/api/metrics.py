@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 from treadle.serve.interface import EngineInterface
 from treadle.serve.request import Delta, FinishReason
 from treadle.serve.stats import TOKENS_BOUNDS, Distribution, EngineStats
+from treadle.serve.step_budget import Cause
 
 disable_created_metrics()  # a second series beside each that tells only when the server started
 
@@ -140,6 +141,7 @@ class _EngineCollector(Collector):
                 family.add_metric(labels, _buckets(found), found.total)
             yield family
         yield self._finished(stats)
+        yield self._budgets(stats)
         yield from self._of_the_server()
 
     def _labelled(self, stats: list[EngineStats]) -> Iterator[tuple[list[str], EngineStats]]:
@@ -152,6 +154,14 @@ class _EngineCollector(Collector):
         for place, one in self._labelled(stats):
             for reason in FinishReason:
                 family.add_metric([*place, reason.value], one.finished.get(reason.value, 0))
+        return family
+
+    def _budgets(self, stats: list[EngineStats]) -> Metric:
+        text = "Steps by what their size was decided by; `bound` means that more would have taken too long."
+        family = CounterMetricFamily("treadle_step_budgets", text, labels=["model_name", "engine", "cause"])
+        for place, one in self._labelled(stats):
+            for cause in Cause:
+                family.add_metric([*place, cause.value], one.budget_causes.get(cause.value, 0))
         return family
 
     def _of_the_server(self) -> Iterator[Metric]:
