@@ -16,6 +16,7 @@ from treadle.model.spec import ModelSpec
 from treadle.serve.model import encode_prompt
 from treadle.serve.request import Completion, Delta, Request, SamplingSettings
 from treadle.serve.stats import EngineStats
+from treadle.serve.versions import unknown_adapter
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
@@ -69,6 +70,16 @@ class EngineInterface(ABC):
         """The name of the weights that new requests get."""
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that requests may ask for."""
+        return ()
+
+    @property
+    def asleep(self) -> str:
+        """Why requests are refused while it sleeps, or ""."""
+        return ""
+
+    @property
     @abstractmethod
     def pending(self) -> int:
         """How many prompts were handed over that the engine has not begun with."""
@@ -88,7 +99,7 @@ class EngineInterface(ABC):
         """Queue what was prepared. Raises TreadleError once the engine is closing or has failed."""
 
     @abstractmethod
-    def command(self, name: str, **arguments: Any) -> Any:
+    def command(self, name: str, /, **arguments: Any) -> Any:
         """Carry out one of `COMMANDS` (see commands.py) and return its result. Blocks.
 
         Raises UserError for what cannot be carried out, TreadleError where the engine failed.
@@ -126,6 +137,8 @@ class EngineInterface(ABC):
 
     def prepare(self, prompt: str | Sequence[int], settings: SamplingSettings) -> Prepared:
         """Return a prompt ready to be handed over. Raises UserError for what cannot be carried out."""
+        if settings.adapter and settings.adapter not in self.adapters:
+            raise UserError(unknown_adapter(settings.adapter, self.adapters))
         tokens = self.encode(prompt)
         max_tokens = self._resolve_max_tokens(len(tokens), settings)
         self._check_ids("logit_bias", settings.logit_bias)
