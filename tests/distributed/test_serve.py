@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.test_serve import Process, serving, stream
+from tests.cli.test_serve import stream
+from tests.serve.running import Process, serving
 from tests.serve.test_ranks import free_port
 from tests.serve.tiny import CONFIG, TEXT, TOKENS, build
 from treadle.cli import main
@@ -33,7 +34,7 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_killed_rank_ends_the_server_and_requests_are_told(folder: Path, axis: str) -> None:
     with serving(str(folder), "--port", "0", f"--{axis}-parallel-size", "2") as (process, url):
-        assert re.search(r"ranks +2 \((tp|pp)=2\)", "".join(process.lines))
+        assert re.search(r"ranks +2 \((tp=2\), sums go through (shared memory|Gloo)|pp=2\)\n)", "".join(process.lines))
         family = psutil.Process(process.child.pid).children(recursive=True)
         (worker,) = ranks_of(psutil.Process(process.child.pid))
         connection, response = stream(url, max_tokens=120, n=64)

@@ -76,6 +76,11 @@ class TensorGroup:
         self.group, self.exchange = group, exchange
         self.index, self.size, self.ordered = group.rank(), group.size(), False
 
+    @property
+    def backend(self) -> str:
+        """What `group` sends tensors through."""
+        return {"gloo": "Gloo", "nccl": "NCCL"}.get(name := dist.get_backend(self.group), name)
+
     def sum(self, x: Tensor, exact: bool = False) -> Tensor:
         """Return the sum of `x` over ranks, in its dtype. It is added up in fp32 unless that is `exact` anyhow."""
         if self.exchange is not None and self.exchange.takes(x):

@@ -56,6 +56,13 @@ class Rank:
         self._tensor, self._pipeline = mesh.tensor_group(), mesh.pipeline_group()
 
     @property
+    def sums(self) -> str:
+        """What the sums of tensor parallelism go through, "" where there are none."""
+        if self._tensor is None:
+            return ""
+        return "shared memory" if self._tensor.exchange is not None else self._tensor.backend
+
+    @property
     def module(self) -> Transformer:
         """This rank's part of the model, under the first of its weights."""
         return next(iter(self.weights.values())).module

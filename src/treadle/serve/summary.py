@@ -29,7 +29,8 @@ def engine_summary(engine: Engine) -> list[str]:
     if model.ranks is not None:
         ranks = model.ranks
         where = f", {ranks.node_ranks} on each of {ranks.nodes.nnodes} nodes" if ranks.nodes.nnodes > 1 else ""
-        rows.insert(2, ("ranks", f"{ranks.plan.ranks()} ({ranks.plan.describe()}{where})"))
+        sums = f", sums go through {ranks.rank.sums}" if ranks.rank.sums else ""
+        rows.insert(2, ("ranks", f"{ranks.plan.ranks()} ({ranks.plan.describe()}{where}){sums}"))
     if engine.settings.batch is not None:
         rows.append(("batch", engine.policy.describe()))
     rows += [("note", note) for note in (*capacity.notes, *engine.policy.notes)]
