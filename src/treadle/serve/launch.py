@@ -61,7 +61,9 @@ def serve(settings: ServeSettings) -> None:
             for note in app.state.service.chats.notes():
                 print(f"{'chats':<9} {note}", flush=True)
         address = address_of(opened, tls=settings.ssl_certfile is not None)
-        ready = [f"Serving {', '.join(names)} at {address} (OpenAI's and Anthropic's APIs below /v1)"]
+        ready = [
+            f"Serving {', '.join(names)} at {address} (a page to chat with it; OpenAI's and Anthropic's APIs below /v1)"
+        ]
         run_server(app, client, opened, ready, settings.shutdown_timeout, settings.ssl_certfile, settings.ssl_keyfile)
         if client.failure and not client.closing:
             raise TreadleError(f"the server has ended: {client.failure}")

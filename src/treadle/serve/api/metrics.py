@@ -31,7 +31,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("treadle_prefix_cache_queries", "Tokens of prompts looked for in the cache.", lambda s: s.looked_up_tokens),
     ("treadle_prefix_cache_hits", "Tokens of prompts found in the cache.", lambda s: s.cached_tokens),
     ("treadle_prefix_cache_evictions", "Blocks of prefixes that had to make room.", lambda s: s.evictions),
-    ("treadle_num_preemptions", "Sequences put back because blocks ran out.", lambda s: s.preemptions),
+    (
+        "treadle_num_preemptions",
+        "Sequences that were put back into the queue, for want of blocks or by priority.",
+        lambda s: s.preemptions,
+    ),
     ("treadle_spec_decode_num_draft_tokens", "Tokens that were guessed ahead.", lambda s: s.drafted_tokens),
     ("treadle_spec_decode_num_accepted_tokens", "Guessed tokens that held.", lambda s: s.accepted_tokens),
     ("treadle_requests", "Sequences handed to the engine.", lambda s: s.requests),
@@ -47,7 +51,7 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.blocks_held / s.blocks if s.blocks else 0.0,
     ),
     ("treadle_kv_blocks", "Blocks of the key-value cache.", lambda s: s.blocks),
-    ("treadle_kv_blocks_held", "Blocks of it that sequences hold.", lambda s: s.blocks_held),
+    ("treadle_kv_blocks_held", "Blocks of the key-value cache that sequences hold.", lambda s: s.blocks_held),
     ("treadle_step_budget_tokens", "Tokens that the last step was allowed to hold.", lambda s: s.budget_tokens),
     ("treadle_step_budget_sequences", "Sequences that the last step was allowed to run.", lambda s: s.budget_seqs),
     ("treadle_engine_asleep", "Whether the engine gave its memory back and waits to be woken.", lambda s: s.asleep),
@@ -70,16 +74,16 @@ class ServerMetrics:
             "treadle_http_responses", "HTTP answers by path and status.", ["path", "status"], registry=self.registry
         )
         self.first_token = self._histogram(
-            "treadle_time_to_first_token_seconds", "From a sequence's arrival to its first token.", SECONDS
+            "treadle_time_to_first_token_seconds", "Seconds from a sequence's arrival to its first token.", SECONDS
         )
         self.next_token = self._histogram(
-            "treadle_inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_SECONDS
+            "treadle_inter_token_latency_seconds", "Seconds between two tokens of a sequence.", TOKEN_SECONDS
         )
         self.whole = self._histogram(
-            "treadle_e2e_request_latency_seconds", "From a sequence's arrival to its last token.", SECONDS
+            "treadle_e2e_request_latency_seconds", "Seconds from a sequence's arrival to its last token.", SECONDS
         )
         self.queue = self._histogram(
-            "treadle_request_queue_time_seconds", "That a sequence waited before it first ran.", SECONDS
+            "treadle_request_queue_time_seconds", "Seconds that a sequence waited before it first ran.", SECONDS
         )
         self.prompt = self._histogram("treadle_request_prompt_tokens", "Tokens of a sequence's prompt.", TOKENS_BOUNDS)
         self.generation = self._histogram(
@@ -150,7 +154,9 @@ class _EngineCollector(Collector):
 
     def _finished(self, stats: list[EngineStats]) -> Metric:
         labels = ["model_name", "engine", "finished_reason"]
-        family = CounterMetricFamily("treadle_request_success", "Sequences that ended, by the reason.", labels=labels)
+        family = CounterMetricFamily(
+            "treadle_request_success", "Sequences that ended, by finished_reason.", labels=labels
+        )
         for place, one in self._labelled(stats):
             for reason in FinishReason:
                 family.add_metric([*place, reason.value], one.finished.get(reason.value, 0))
