@@ -17,8 +17,8 @@ README = Path(__file__).parents[1] / "README.md"
 def test_python_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     # The run of the quickstart, but tiny: the steps that the example asks for are more than a test should take.
-    assert "train.steps=130" in code
-    code = code.replace("train.steps=130", "train.steps=3")
+    assert "train.steps=220" in code
+    code = code.replace("train.steps=220", "train.steps=3")
     monkeypatch.chdir(tmp_path)
     corpus = write_run_corpus(tmp_path / "corpus")
     Path("quickstart").mkdir()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -21,13 +23,14 @@ import typer
 
 from treadle.cli import verb_app
 from treadle.config import TreadleError, UserError
+from treadle.config.files import disk_errors, write_atomically
 
 app = verb_app("Prepare data, train, evaluate, checkpoint, serve and ask a model, on this machine, without a network.")
 
 RUN_FILE = """\
 # A small Llama on the Python standard library's own source. Any key can be set on the command line:
-#   treadle train {folder}/run.yaml train.steps=1000
-run: {folder}/run
+#   treadle train run.yaml train.steps=1000
+run: {run}
 model:
   config:
     model_type: llama
@@ -40,17 +43,19 @@ model:
     max_position_embeddings: 512
     tie_word_embeddings: true
 data:
-  train: [{{path: {folder}/corpus}}]
-  validation: [{{path: {folder}/corpus}}]
+  train: [{{path: {corpus}}}]
+  validation: [{{path: {corpus}}}]
   sequence_length: 256
-train: {{steps: 120, batch_tokens: 8192, microbatch_tokens: 4096, precision: bf16}}
+train: {{steps: 210, batch_tokens: 8192, microbatch_tokens: 4096, precision: bf16}}
 optimizer: {{name: muon, lr: 0.02}}
-schedule: {{name: wsd, warmup_steps: 10}}
-evaluation: {{every: 40, tokens: 32768}}
-checkpoint: {{every: 60, keep_last: 2}}
+schedule: {{name: wsd, warmup_steps: 10, decay_steps: 105, decay: linear, final: 0}}
+evaluation: {{every: 70, tokens: 32768}}
+checkpoint: {{every: 70, keep_last: 2}}
 nproc: 2
 """
-PROMPT = "def read_lines(path):\n    "
+# Other packages, and tests and tables, which are data more than code.
+EXCLUDED = ("*/site-packages/*", "*/test/*", "*/tests/*", "*/idle_test/*", "*/encodings/*", "*/pydoc_data/*")
+PROMPT = "class Point:\n    def __init__(self, x, y):\n        self."
 QUESTION = "What is the capital of France?"
 
 
@@ -61,20 +66,23 @@ def quickstart(
     started = time.monotonic()
     source = Path(sysconfig.get_paths()["stdlib"])
     smollm = _smollm()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = usable(folder)
     run_file = folder / "run.yaml"
     if not run_file.exists():
-        run_file.write_text(RUN_FILE.format(folder=folder))
+        write_atomically(run_file, run_file_of(folder).encode())
 
     _title("1. Prepare: the Python standard library's own source becomes training data")
     corpus = folder / "corpus"
+    files = f"{glob.escape(str(source))}/**/*.py"
+    exclude = [word for pattern in EXCLUDED for word in ("--exclude", pattern)]
     _treadle(
-        "data", "prepare", f"{source}/**/*.py", "--exclude", "*/site-packages/*", "--out", str(corpus),
+        "data", "prepare", files, *exclude, "--out", str(corpus),
         "--train-tokenizer", "4096", "--validation", "0.02",
     )  # fmt: skip
 
     _title("2. Train: two local processes, a checkpoint at the end")
-    _treadle("train", str(run_file))
+    # A slow machine ends early, with what it has learnt by then.
+    _treadle("train", str(run_file), "stop.minutes=3")
 
     _title("3. Evaluate: files that were held out of training")
     checkpoint = folder / "run" / "checkpoints" / "latest"
@@ -86,7 +94,7 @@ def quickstart(
 
     _title("4. Serve the checkpoint, and ask it over HTTP with OpenAI's client")
     with _server(checkpoint, "--served-model-name", "stdlib") as (client, _):
-        completion = client.completions.create(model="stdlib", prompt=PROMPT, max_tokens=48, temperature=0.6, seed=1)
+        completion = client.completions.create(model="stdlib", prompt=PROMPT, max_tokens=48, temperature=0.4, seed=1)
         print(_indented(PROMPT + completion.choices[0].text))
 
     _title("5. The same with a real model: SmolLM2-135M-Instruct, from a GGUF file")
@@ -99,6 +107,28 @@ def quickstart(
         speed = answer.usage.completion_tokens / seconds
 
     _summary(folder, checkpoint, smollm, evaluation, ready_seconds, speed, time.monotonic() - started)
+
+
+def usable(folder: Path) -> Path:
+    """Return `folder`, made where it is missing. Raises UserError where it cannot be made or written into a file."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        shown = os.fsencode(folder).decode(errors="backslashreplace")
+        raise UserError(f"the folder's name {shown} is not valid UTF-8; choose another") from error
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder.absolute() if str(folder).startswith("-") else folder
+
+
+def run_file_of(folder: Path) -> str:
+    """Return the settings of the training run, whatever the folder is called."""
+    import yaml
+
+    def quoted(path: Path) -> str:
+        return yaml.safe_dump(str(path), default_style='"', allow_unicode=True, width=1 << 20).rstrip("\n")
+
+    return RUN_FILE.format(run=quoted(folder / "run"), corpus=quoted(folder / "corpus"))
 
 
 def _smollm() -> Path:
@@ -125,7 +155,7 @@ def _indented(text: str) -> str:
 
 def _shown(words: tuple[str, ...]) -> None:
     dim, plain = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    print(f"{dim}$ treadle {' '.join(words)}{plain}", flush=True)
+    print(f"{dim}$ treadle {shlex.join(words)}{plain}", flush=True)
 
 
 def _treadle(*words: str, capture: bool = False) -> str:
@@ -206,9 +236,9 @@ def _summary(
         print(f"  {name:<11} {text}")
     _title("Next")
     for words, why in (
-        (f"chat {smollm}", "talk with SmolLM2"),
-        (f"train {folder}/run.yaml train.steps=1000", "train on, from the last checkpoint"),
-        (f"data prepare ~/my-texts --out my-corpus --tokenizer {checkpoint}", "use your own texts"),
-        ("doctor", "see what this machine can do"),
+        (("chat", str(smollm)), "talk with SmolLM2"),
+        (("train", f"{folder}/run.yaml", "train.steps=1000"), "train on, from the last checkpoint"),
+        (("data", "prepare", "my-texts", "--out", "my-corpus", "--tokenizer", str(checkpoint)), "use your own texts"),
+        (("doctor",), "see what this machine can do"),
     ):
-        print(f"  {command} {words}\n      {why}")
+        print(f"  {shlex.join([command, *words])}\n      {why}")
