@@ -82,7 +82,7 @@ operator = OPERATORS.get("squared_relu")
 x = torch.randn(7, 5, requires_grad=True)
 torch.library.opcheck(torch.ops.treadle.squared_relu.default, (x,))
 torch.library.opcheck(torch.ops.treadle.squared_relu.default, (x.double(),))
-assert operator.chosen(x) == "two_passes" and operator.chosen(x.double()) == "reference"
+assert operator.kernel_for(x).name == "two_passes" and operator.kernel_for(x.double()).name == "reference"
 torch.testing.assert_close(operator(x).double(), operator(x.double()))
 torch.autograd.gradcheck(operator, (x.double().detach().requires_grad_(),))
 """

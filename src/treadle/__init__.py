@@ -1,4 +1,4 @@
-"""Treadle: train, adapt, compress, serve, schedule and watch language models from one model definition.
+"""Treadle: train, fine-tune, evaluate and serve language models from one model definition.
 
     import treadle
     model = treadle.load("path/to/model")

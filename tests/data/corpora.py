@@ -47,6 +47,12 @@ def write_corpus(
     return Corpus.open(folder)
 
 
+def document(corpus: Corpus, number: int) -> list[int]:
+    """Return the tokens of one document."""
+    ((start, end),) = corpus.document_spans(number, number + 1)
+    return corpus.read(int(start), int(end)).tolist()
+
+
 def random_documents(seed: int, count: int, longest: int = 40, vocabulary_size: int = 1000) -> list[list[int]]:
     """Return documents of 1 to `longest` random tokens."""
     random = np.random.default_rng(seed)

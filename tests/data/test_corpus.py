@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.data.corpora import random_documents
+from tests.data.corpora import document, random_documents
 from treadle.config import UserError
 from treadle.data.corpus import Corpus
 
@@ -19,7 +19,7 @@ from treadle.data.corpus import Corpus
 def test_what_was_written_is_read(make_corpus: Callable[..., Corpus], shard_tokens: int, vocabulary_size: int) -> None:
     documents = random_documents(0, 60, vocabulary_size=vocabulary_size)
     corpus = make_corpus(documents, shard_tokens=shard_tokens, vocabulary_size=vocabulary_size)
-    assert [corpus.document(n).tolist() for n in range(corpus.documents)] == documents
+    assert [document(corpus, n) for n in range(corpus.documents)] == documents
     flat = [token for document in documents for token in document]
     starts = np.cumsum([0] + [len(d) for d in documents])
     assert corpus.tokens == len(flat) and corpus.documents == len(documents)
@@ -36,7 +36,7 @@ def test_what_was_written_is_read(make_corpus: Callable[..., Corpus], shard_toke
 
 def test_reading_outside_is_refused(make_corpus: Callable[..., Corpus]) -> None:
     corpus = make_corpus([[1, 2, 3]])
-    for call in (lambda: corpus.read(0, 4), lambda: corpus.read(-1, 2), lambda: corpus.document(1)):
+    for call in (lambda: corpus.read(0, 4), lambda: corpus.read(-1, 2)):
         with pytest.raises(IndexError):
             call()
 

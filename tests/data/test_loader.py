@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.data.corpora import random_documents
+from tests.data.corpora import document, random_documents
 from treadle.config import UserError
 from treadle.data.corpus import Corpus
 from treadle.data.loader import batches, evaluation_batches, made_ahead
@@ -91,7 +91,7 @@ def test_evaluation_learns_every_pair_once_and_keeps_the_ranks_together(
         for a, b, w in zip(batch.tokens, batch.targets, batch.token_weights, strict=True)
         if w
     )
-    documents = [corpus.document(number).tolist() for number in range(corpus.documents)]
+    documents = [document(corpus, number) for number in range(corpus.documents)]
     assert pairs == sorted(pair for d in documents for pair in itertools.pairwise(d))
 
 

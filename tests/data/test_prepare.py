@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.corpora import document
 from tests.kills import kills
 from treadle.config import TreadleError, UserError, parse_settings
 from treadle.data import journal, pool, reading, sources
@@ -76,7 +77,7 @@ def test_what_was_prepared_is_the_text(texts: Path, tmp_path: Path, tokenizer: P
     for split in ("train", "validation"):
         corpus = Corpus.open(tmp_path / "out", split)
         corpus.verify()
-        found += [corpus.tokenizer().decode(corpus.document(n)) for n in range(corpus.documents)]
+        found += [corpus.tokenizer().decode(document(corpus, n)) for n in range(corpus.documents)]
         counts = report.manifest.splits[split]
         texts_here = found[-corpus.documents :]
         assert counts.bytes == sum(len(text.encode()) for text in texts_here)
@@ -113,7 +114,7 @@ def test_a_trained_tokenizer_is_the_same_each_time_and_never_sees_validation(
         prepare(settings(texts, tmp_path / name, None, train_tokenizer=350, tokenizer_bytes=200_000))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     held_out = Corpus.open(tmp_path / "a", "validation")
-    texts_held_out = {held_out.tokenizer().decode(held_out.document(n)) for n in range(held_out.documents)}
+    texts_held_out = {held_out.tokenizer().decode(document(held_out, n)) for n in range(held_out.documents)}
     assert seen and not texts_held_out & set(seen)
 
 
@@ -430,7 +431,7 @@ def test_a_small_corpus_still_has_something_to_validate_on(texts: Path, tmp_path
     assert Corpus.open(tmp_path / "out", "validation").documents == 1
     (texts / "000.txt").rename(texts / "zzz.txt")
     prepare(settings(texts, tmp_path / "again", tokenizer, validation=1e-6))
-    one, other = (Corpus.open(tmp_path / name, "validation").document(0).tolist() for name in ("out", "again"))
+    one, other = (document(Corpus.open(tmp_path / name, "validation"), 0) for name in ("out", "again"))
     assert one == other
 
 
@@ -519,7 +520,7 @@ def test_a_part_of_another_package_gives_documents_and_is_gone_on_from(
     broken.append(False)
     prepare(chosen)
     corpus = Corpus.open(tmp_path / "out")
-    found = [corpus.tokenizer().decode(corpus.document(n)) for n in range(corpus.documents)]
+    found = [corpus.tokenizer().decode(document(corpus, n)) for n in range(corpus.documents)]
     assert found == [f"document number {n}" if n % 2 else f"record {n}" for n in range(500)]
 
 
@@ -546,7 +547,7 @@ def test_ends_are_the_tokenizers_unless_chosen(texts: Path, tmp_path: Path, toke
     found = {}
     for name, options in (("auto", {}), ("never", {"bos": "never", "eos": False})):
         prepare(settings(texts, tmp_path / name, tokenizer, **options))
-        found[name] = Corpus.open(tmp_path / name).document(0).tolist()
+        found[name] = document(Corpus.open(tmp_path / name), 0)
     assert found["auto"] == [whole.bos_id, *found["never"], whole.eos_ids[0]]
     bare = tmp_path / "bare"
     Tokenizer(whole.backend).save(bare)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.data.corpora import random_documents
+from tests.data.corpora import document, random_documents
 from treadle.data import statistics
 from treadle.data.corpus import Corpus
 from treadle.data.statistics import measure
@@ -26,7 +26,7 @@ def corpus(make_corpus: Callable[..., Corpus]) -> Corpus:
 
 
 def test_counts_and_lengths_are_those_of_the_documents(corpus: Corpus) -> None:
-    documents = [corpus.document(n).tolist() for n in range(corpus.documents)]
+    documents = [document(corpus, n) for n in range(corpus.documents)]
     found = measure(corpus, samples=2, sample_tokens=30)
     counts = Counter(token for document in documents for token in document)
     assert found.measured_tokens == corpus.tokens and found.measured_documents == corpus.documents
@@ -48,7 +48,7 @@ def test_samples_begin_with_a_document_and_mark_where_others_do(corpus: Corpus) 
         parts = [sample.tokens[a:b] for a, b in itertools.pairwise(edges)]
         assert sample.starts[0] == 0
         for offset, part in enumerate(parts):
-            assert part == corpus.document(sample.document + offset).tolist()[: len(part)]
+            assert part == document(corpus, sample.document + offset)[: len(part)]
     assert measure(corpus, samples=5, seed=3).samples[0].document == found.samples[0].document
     assert len(measure(corpus, samples=1000).samples) == corpus.documents
 

@@ -156,11 +156,11 @@ def test_which_kernel_runs() -> None:
     q, k, v = heads_of(6, 2, 1, 8, torch.float32)
     starts = torch.tensor([0, 6], dtype=torch.int32)
     chosen = [
-        PACKED_ATTENTION.chosen(q, k, v, starts, 6, SCALE, *rest)
+        PACKED_ATTENTION.kernel_for(q, k, v, starts, 6, SCALE, *rest).name
         for rest in ((), (6,), (5,), (0, 3.0), (0, 0.0, torch.zeros(2)))
     ]
     assert chosen == ["pytorch_flash", "pytorch_flash", "reference", "reference", "reference"]
-    assert PACKED_ATTENTION.chosen(q.half(), k.half(), v.half(), starts, 6, SCALE) == "reference"
+    assert PACKED_ATTENTION.kernel_for(q.half(), k.half(), v.half(), starts, 6, SCALE).name == "reference"
 
 
 def test_views_into_a_fused_product() -> None:

@@ -87,8 +87,8 @@ def test_gradcheck_both_orders() -> None:
 
 def test_other_types_take_the_reference() -> None:
     cos, sin = angles(2, 4)
-    assert ROPE.chosen(torch.randn(2, 1, 8).half(), cos, sin) == "reference"
-    assert ROPE.chosen(torch.randn(2, 1, 8), cos.double(), sin.double()) == "reference"
+    assert ROPE.kernel_for(torch.randn(2, 1, 8).half(), cos, sin).name == "reference"
+    assert ROPE.kernel_for(torch.randn(2, 1, 8), cos.double(), sin.double()).name == "reference"
     assert rope(torch.randn(2, 1, 8).half(), cos, sin).dtype == torch.float16
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from treadle.config import TreadleError, UserError
-from treadle.parallel.collectives import any_rank, from_first, sum_over_ranks, together
+from treadle.parallel.collectives import from_first, sum_over_ranks, together
 
 
 def _sums(values: list[list[float]]) -> list[float]:
@@ -20,15 +20,6 @@ def test_every_rank_gets_the_same_bits_and_the_exact_sum(ranks) -> None:
     values = [[1e16, 0.1, math.inf], [1.0, 0.2, -1.0], [-1e16, 0.3, 2.0]]
     results = ranks(3).run(_sums, values)
     assert results == [[1.0, math.fsum([0.1, 0.2, 0.3]), math.inf]] * 3
-
-
-def _flags(rank: int) -> bool:
-    return any_rank(dist.get_rank() == rank)
-
-
-def test_one_rank_is_enough_for_any(ranks) -> None:
-    assert ranks(3).run(_flags, 2) == [True] * 3
-    assert ranks(3).run(_flags, 7) == [False] * 3
 
 
 def _sent(value: object) -> object:

@@ -51,7 +51,7 @@ def test_sampling_gives_its_kernel_what_that_takes(monkeypatch: pytest.MonkeyPat
     seen: list[str] = []
     sample = ops.sample
     monkeypatch.setattr(
-        ops, "sample", lambda *given: (seen.append(OPERATORS.get("sample").chosen(*given)), sample(*given))[1]
+        ops, "sample", lambda *given: (seen.append(OPERATORS.get("sample").kernel_for(*given).name), sample(*given))[1]
     )
     draw(torch.zeros(1, 8), request(temperature=0.5, top_k=3, top_p=0.9))
     assert seen == ["native"]

@@ -15,12 +15,12 @@ from tests.tiny_models import TINY, ours_of, packed, reference_of, some_tokens
 from treadle.config import UserError
 from treadle.model.lora import (
     LoraSpec,
+    MergedState,
     adapters,
     attach_lora,
     initial_adapter_value,
     lora_state,
     merge_lora,
-    merged_state,
     target_names,
 )
 from treadle.model.transformer import Transformer
@@ -111,7 +111,7 @@ def test_merged_equals_attached(name: str) -> None:
     ours.eval()  # dropout is for training alone
     attached = logits(ours)
     other = Transformer(ours.spec)
-    other.load_state_dict(dict(merged_state(ours)))
+    other.load_state_dict(dict(MergedState(ours)))
     assert close(logits(other), attached)
     merge_lora(ours)
     assert not adapters(ours)

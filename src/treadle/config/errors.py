@@ -22,6 +22,17 @@ class UserError(TreadleError, ValueError):
     exit_code = 2
 
 
+def shortened(text: str, longest: int = 60) -> str:
+    """Return untrusted text in a form that fits a message of one line."""
+    text = text if len(text) <= longest else text[: longest - 3] + "..."
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def in_short(value: object) -> str:
+    """Return an untrusted value as Python writes it, shortened."""
+    return shortened(repr(value))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ", did you mean 'x'?" for the known word closest to `word`, or "" where none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

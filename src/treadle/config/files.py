@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -224,6 +224,11 @@ def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] |
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return `content` as a JSON file that people read too."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def cache_home() -> Path:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from treadle.config.errors import UserError, nearest
+from treadle.config.errors import UserError, in_short, nearest
 
 MAX_SETTINGS_BYTES = 4 << 20
 # Beside its own errors: bytes that are no text, a date such as 2026-99-99, brackets nested without end.
@@ -181,8 +181,7 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"key '{name}' is required"
     message = problem["msg"].removeprefix("Value error, ")
-    shown = repr(problem.get("input"))
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    shown = in_short(problem.get("input"))
     if problem["type"] in ("value_error", "assertion_error"):
         return f"'{name}': {message}" if location else message
     return f"'{name}' is {shown}: {message[0].lower() + message[1:]}"

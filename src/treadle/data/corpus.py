@@ -125,13 +125,6 @@ class Corpus:
             shard_number += 1
         return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
 
-    def document(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one document."""
-        if not 0 <= number < self.documents:
-            raise IndexError(f"document {number} is outside of 0 to {self.documents - 1}")
-        ((start, end),) = self.document_spans(number, number + 1)
-        return self.read(int(start), int(end))
-
     def verify(self) -> None:
         """Read every file of the split, compare checksums and boundaries. Raises UserError naming the damaged file."""
         files = [file for shard in self.manifest.splits[self.split].shards for file in shard.files.values()]

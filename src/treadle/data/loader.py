@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -34,14 +33,6 @@ class PackedBatch:
     token_weights: Float[Tensor, " T"]
     samples: int
     padding: int
-
-    def to(self, device: torch.device | str) -> PackedBatch:
-        """Return the batch on `device`."""
-        tensors = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "targets", "positions", "starts", "token_weights")
-        }
-        return dataclasses.replace(self, **tensors)
 
 
 def collate(samples: Sequence[Sample]) -> PackedBatch:

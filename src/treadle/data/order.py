@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from treadle.config import UserError
+from treadle.config.mixing import mix64
 
 ROUNDS = 8
 # Permutations of few items are cut out of one of this many, so that the halves are wide enough to mix.
 LEAST_BITS = 6
 MAX_WINDOW = 1_000_000
-_MASK = (1 << 64) - 1
 
 
 class Permutation:
@@ -49,20 +49,12 @@ class Permutation:
             left, right = value >> right_bits, value & right_mask
             for number, key in enumerate(self._keys):
                 if number % 2:
-                    right ^= _mix(left + key) & right_mask
+                    right ^= mix64(left + key) & right_mask
                 else:
-                    left ^= _mix(right + key) & left_mask
+                    left ^= mix64(right + key) & left_mask
             value = left << right_bits | right
             if value < self.size:
                 return value
-
-
-def _mix(value: int) -> int:
-    """Stir 64 bits (the finalizer of SplitMix64, Steele, Lea and Flood 2014)."""
-    value &= _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
 
 
 class Interleaving:

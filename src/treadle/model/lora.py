@@ -8,9 +8,8 @@ merge_lora(model)                                                               
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from treadle import ops
 from treadle.config import UserError
 from treadle.config.errors import nearest
 from treadle.model.blocks import Linear
+from treadle.model.initial import generator_of
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -135,9 +135,7 @@ def initial_adapter_value(name: str, shape: torch.Size, seed: int) -> Float[Tens
     """Return the start of an adapter's parameter in fp32, whatever the layout: b zero, a uniform in ±1/sqrt(inputs)."""
     if name.endswith(".b"):
         return torch.zeros(shape)
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+    return (torch.rand(shape, generator=generator_of(name, seed)) * 2 - 1) / math.sqrt(shape[1])
 
 
 def adapters(model: nn.Module) -> dict[str, LowRank]:
@@ -158,24 +156,29 @@ def lora_state(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-@torch.no_grad()
-def merged_state(
-    model: nn.Module, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's parameters without adapters, their effect added to the weights, as `save_model` takes them.
+class MergedState(Mapping[str, Tensor]):
+    """The model's parameters without adapters, their effect added to the weights: each computed when it is asked for.
 
     `whole` turns a parameter into its whole value where it is sharded; on all ranks alike, since it is collective.
-    The product is added in fp32 and rounded once. Parameters without an adapter are yielded as they are.
+    The product is added in fp32 and rounded once. Parameters without an adapter are what `whole` gives.
     """
-    found = adapters(model)
-    for name, parameter in model.named_parameters():
-        if ".adapter." in name:
-            continue
-        adapter = found.get(name.removesuffix(".weight"))
-        value = whole(parameter)
-        if adapter is not None and name.endswith(".weight"):
-            value = merged(value, whole(adapter.a), whole(adapter.b), adapter.scale)
-        yield name, value
+
+    def __init__(self, model: nn.Module, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        self._whole, self._adapters = whole, adapters(model)
+        self._parameters = {name: value for name, value in model.named_parameters() if ".adapter." not in name}
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        value, adapter = self._whole(self._parameters[name]), self._adapters.get(name.removesuffix(".weight"))
+        if adapter is None or not name.endswith(".weight"):
+            return value
+        return merged(value, self._whole(adapter.a), self._whole(adapter.b), adapter.scale)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from treadle.config import UserError
-from treadle.config.files import MAX_JSON_BYTES, read_json, write_atomically
+from treadle.config.files import MAX_JSON_BYTES, json_bytes, read_json, write_atomically
 from treadle.model.tokenizer import Tokenizer
 from treadle.model.tokenizer_spm import read_sentencepiece
 
@@ -190,8 +189,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
     for role, text in names.items():
         if _token_text(config.get(role)) != text:
             config[role] = text
-    _write_json(folder / "tokenizer_config.json", config)
-    _write_json(folder / "special_tokens_map.json", names)
+    write_atomically(folder / "tokenizer_config.json", json_bytes(config))
+    write_atomically(folder / "special_tokens_map.json", json_bytes(names))
     write_atomically(folder / "tokenizer.json", tokenizer.backend.to_str(pretty=False).encode())
     for name, template in tokenizer.chat_templates.items():
         path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{Path(name).name}.jinja"
@@ -199,8 +198,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
     if set(tokenizer.eos_ids) - set(_generation_eos(folder)) - {tokenizer.token_to_id(tokenizer.eos_token or "")}:
         # Further tokens that end a generation have their place in this file, which the model's other settings share.
         generation = read_json(folder / "generation_config.json") or {}
-        _write_json(folder / "generation_config.json", generation | {"eos_token_id": list(tokenizer.eos_ids)})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n").encode())
+        write_atomically(
+            folder / "generation_config.json", json_bytes(generation | {"eos_token_id": list(tokenizer.eos_ids)})
+        )

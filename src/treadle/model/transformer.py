@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from treadle.model.blocks import Embedding, Layer, Linear, Readout, RmsNorm
 from treadle.model.context import Context
+from treadle.model.initial import generator_of
 from treadle.model.layout import Layout
 from treadle.model.lora import initial_adapter_value
 from treadle.model.spec import ModelSpec
@@ -120,12 +121,4 @@ class Transformer(nn.Module):
         deviation = self.spec.initializer_range
         if name.endswith((".o.weight", ".down.weight")):
             deviation /= math.sqrt(2 * len(self.spec.layers))
-        return _normal(name, shape, seed) * deviation
-
-
-def _normal(name: str, shape: torch.Size, seed: int) -> Tensor:
-    import hashlib
-
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
+        return torch.randn(shape, generator=generator_of(name, seed), dtype=torch.float32) * deviation

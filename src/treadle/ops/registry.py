@@ -84,6 +84,7 @@ class Operator:
         self.name, self.schema, self.reference, self.note = name, schema, reference, note
         self.kernels: list[Kernel] = []
         self._usable: Sequence[Kernel] | None = None
+        self._reference = Kernel("reference", reference, lambda: "", lambda *_: True, "anything")
         LIBRARY.define(name + schema)
         key = "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd"
         LIBRARY.impl(name, self.choose_and_run, key)
@@ -112,29 +113,25 @@ class Operator:
         return add
 
     def choose_and_run(self, *arguments: Any) -> Any:
+        kernel = self.kernel_for(*arguments)
+        if _recorded is not None:
+            _recorded.setdefault(self.name, []).append(kernel.name)
+        return kernel.run(*arguments)
+
+    def kernel_for(self, *arguments: Any) -> Kernel:
+        """Return the kernel that these arguments run: the first that accepts them, at last the reference."""
         usable = self._usable
         if usable is None:
             usable = self._usable = [kernel for kernel in self.all_kernels() if not refusal(kernel)]
         for kernel in usable:
             if kernel.accepts(*arguments):
-                if _recorded is not None:
-                    _recorded.setdefault(self.name, []).append(kernel.name)
-                return kernel.run(*arguments)
-        if _recorded is not None:
-            _recorded.setdefault(self.name, []).append("reference")
-        return self.reference(*arguments)
+                return kernel
+        return self._reference
 
     def all_kernels(self) -> list[Kernel]:
         """Return every kernel, those of other packages included, the preferred one first."""
         load_plugin_kernels()
         return list(self.kernels)
-
-    def chosen(self, *arguments: Any) -> str:
-        """Return the name of the kernel that these arguments would run."""
-        for kernel in self.all_kernels():
-            if not refusal(kernel) and kernel.accepts(*arguments):
-                return kernel.name
-        return "reference"
 
 
 _recorded: dict[str, list[str]] | None = None

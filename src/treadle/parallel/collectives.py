@@ -27,11 +27,6 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return [math.fsum(column) for column in zip(*(row.tolist() for row in everyone), strict=True)]
 
 
-def any_rank(flag: bool) -> bool:
-    """Return whether `flag` is set on at least one rank."""
-    return sum_over_ranks([float(flag)])[0] > 0
-
-
 def from_first(value: T) -> T:
     """Return rank 0's value on every rank. It travels as JSON."""
     import json

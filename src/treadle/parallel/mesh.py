@@ -77,23 +77,6 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """Return the device for `wanted` (auto, cpu, cuda, ...). Raises UserError where it is not there."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = accelerator.type if accelerator is not None else "cpu"
-    kind = found if wanted == "auto" else wanted
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind != found:
-        raise UserError(f"this machine has no '{kind}' device, only {found}; set train.device to {found} or auto")
-    if local_rank >= torch.accelerator.device_count():
-        raise UserError(
-            f"process {local_rank} of this machine finds no {kind} device of its own, there are "
-            f"{torch.accelerator.device_count()}; set nproc to that or train.device=cpu"
-        )
-    return torch.device(kind, local_rank)
-
-
 @dataclass(frozen=True)
 class Rendezvous:
     """Where ranks meet that no launcher started: each its number, and a store that all of them reach."""

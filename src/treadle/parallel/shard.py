@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from treadle.parallel.collectives import sum_over_ranks
 from treadle.parallel.mesh import Mesh
 
 
@@ -107,8 +106,3 @@ def gradient_square_sum(parameters: Iterable[nn.Parameter]) -> float:
         norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         total += float(norms.double().square().sum()) / copies
     return total
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Return the norm of all gradients together, the same number on every rank and, but for rounding, every layout."""
-    return math.sqrt(sum_over_ranks([gradient_square_sum(parameters)])[0])

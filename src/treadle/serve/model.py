@@ -20,6 +20,7 @@ from torch import Tensor
 from treadle.config import UserError, parse_settings
 from treadle.config.errors import nearest
 from treadle.config.progress import amount_text
+from treadle.device.choice import choose_device
 from treadle.model.context import PackedContext
 from treadle.model.spec import ModelSpec
 from treadle.model.transformer import Transformer
@@ -120,12 +121,12 @@ class Model:
         Raises UserError where `folder` exists and is not empty, TreadleError when the disk is full.
         """
         from treadle.config.files import atomic_folder
-        from treadle.model.lora import merged_state
+        from treadle.model.lora import MergedState
         from treadle.weights.save import save_model
 
         self._check_whole("saving")
         with atomic_folder(folder) as aside:
-            save_model(aside, self.spec, merged_state(self.module), self.tokenizer)
+            save_model(aside, self.spec, MergedState(self.module), self.tokenizer)
 
     def close(self) -> None:
         """End the other ranks of a model that was loaded on several; harmless otherwise."""
@@ -215,20 +216,6 @@ def token_ids(tokens: Sequence[int] | Tensor, vocabulary: int) -> list[int]:
         if not 0 <= token < vocabulary:
             raise UserError(f"{token} is not a token id of this model; they lie in 0 to {vocabulary - 1}")
     return ids
-
-
-def choose_device(device: torch.device | str | None) -> torch.device:
-    """Return the device of that name, by default the accelerator, else the CPU. Raises UserError."""
-    if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the device '{device}' cannot be used here ({reason}); leave it out or use cpu") from error
-    return place
 
 
 def _marks(module: Transformer) -> list[tuple[int, int]]:

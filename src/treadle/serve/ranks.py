@@ -34,8 +34,9 @@ import torch.distributed as dist
 
 from treadle.config import TreadleError, UserError
 from treadle.config.progress import progress
+from treadle.device.choice import choose_device
 from treadle.parallel.exchange import LostRankError
-from treadle.parallel.mesh import Rendezvous, join, pick_device
+from treadle.parallel.mesh import Rendezvous, join
 from treadle.parallel.plan import Plan
 from treadle.serve import rank_commands as commands
 from treadle.serve import worker as workers
@@ -122,7 +123,7 @@ class Ranks:
 
     def _start(self, device: str) -> None:
         local, remote = self.peers[: self.node_ranks - 1], self.peers[self.node_ranks - 1 :]
-        place = pick_device(device, 0)
+        place = choose_device(device, 0)
         self._store = store = _open_store(self.nodes, self.timeout)
         for peer in local:
             self._start_local(peer)

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from treadle.config import TreadleError, UserError
+from treadle.device.choice import choose_device
 from treadle.parallel.exchange import LostRankError
-from treadle.parallel.mesh import Rendezvous, join, pick_device
+from treadle.parallel.mesh import Rendezvous, join
 from treadle.parallel.plan import Plan
 from treadle.serve import rank_commands as commands
 from treadle.serve.rank import Rank
@@ -122,7 +123,7 @@ class Worker:
         os.environ["RANK"] = str(start.rank)  # progress is rank 0's to show
         plan = Plan(**start.plan)
         try:
-            device = pick_device(start.device, start.rank % start.node_ranks)
+            device = choose_device(start.device, start.rank % start.node_ranks)
             store = dist.TCPStore(*start.store, is_master=False, timeout=timedelta(seconds=start.timeout))
             with join(plan, device, start.timeout, Rendezvous(start.rank, plan.ranks(), store)) as mesh:
                 try:

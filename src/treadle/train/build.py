@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from treadle.config import UserError
+from treadle.device.choice import choose_device
 from treadle.model.families import read_spec
 from treadle.model.lora import attach_lora, initial_adapter_value, lora_state
 from treadle.model.spec import ModelSpec
 from treadle.model.transformer import Transformer
-from treadle.parallel.mesh import Mesh, launched, pick_device
+from treadle.parallel.mesh import Mesh, launched
 from treadle.parallel.shard import fill, materialize, shard
 from treadle.train.feed import Feed
 from treadle.train.optimizers import build_optimizer, optimizers
@@ -35,7 +36,7 @@ def check_run(settings: RunSettings, feed: Feed, ranks: int) -> None:
             raise UserError(f"plan.{axis}={plan.axes()[axis]}: training cannot cut a model this way yet; set it to 1")
     batching(settings, ranks)
     if not launched():
-        pick_device(settings.train.device, ranks - 1)
+        choose_device(settings.train.device, ranks - 1)
     optimizers.get(settings.optimizer.name)
     check_sinks(settings.log)
     if settings.stop.patience is not None and not feed.validation:

@@ -101,7 +101,8 @@ class Reporter:
         }
         record["peak_share"] = self._peak_share(state, record["tokens_per_second"])
         if self.save is not None:
-            record["checkpoint_seconds"], self.save = self.save.seconds, None
+            record["checkpoint_seconds"] = self.save.seconds
+            record["checkpoint_waited_seconds"], self.save = self.save.waited_seconds, None
         if self.settings.train.precision == "fp16":
             record["loss_scale"] = state.scaler.scale
         if result.skipped:

@@ -6,7 +6,7 @@ a step come from (seed, step, rank), and the data of a step from (seed, cursor).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from treadle.config import TreadleError
-from treadle.model.lora import LoraSpec, adapters, lora_state, merged
+from treadle.model.lora import LoraSpec, MergedState, lora_state
 from treadle.model.transformer import Transformer
 from treadle.train.optimizers import named_state
 
@@ -83,7 +83,7 @@ class TrainState:
 
         Adapters are merged: then each tensor is made whole when it is asked for, which every rank must do alike.
         """
-        return dict(self.model.named_parameters()) if self.lora is None else Merged(self.model)
+        return dict(self.model.named_parameters()) if self.lora is None else MergedState(self.model, whole)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Return the adapters' parameters by name; none where there is no adapter."""
@@ -105,27 +105,6 @@ class TrainState:
             if not isinstance(values, dict) or not set(values) <= known:
                 raise TreadleError(f"the checkpoint's state has no valid '{name}'; it was made by another version")
             setattr(self, name, kind(**values))
-
-
-class Merged(Mapping[str, Tensor]):
-    """The weights of a model with its adapters merged, each computed when it is asked for."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.names = [name for name, _ in model.named_parameters() if ".adapter." not in name]
-
-    def __getitem__(self, name: str) -> Tensor:
-        parameter = whole(self.model.get_parameter(name))
-        adapter = adapters(self.model).get(name.removesuffix(".weight"))
-        if adapter is None or not name.endswith(".weight"):
-            return parameter
-        return merged(parameter, whole(adapter.a), whole(adapter.b), adapter.scale)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from treadle.config import TreadleError, load_settings
+from treadle.device.choice import choose_device
 from treadle.device.host import cores
 from treadle.parallel.collectives import together
-from treadle.parallel.mesh import join, pick_device, world_from_environment
+from treadle.parallel.mesh import join, world_from_environment
 from treadle.train.feed import Feed, open_feed
 from treadle.train.loop import Outcome, Run
 from treadle.train.settings import RunSettings
@@ -36,7 +37,7 @@ def run_rank(settings: RunSettings, feed: Feed | None = None) -> Outcome:
     `feed` is the run's data where it is open already. Raises UserError, TreadleError.
     """
     _, _, local_rank = world_from_environment()
-    device = pick_device(settings.train.device, local_rank)
+    device = choose_device(settings.train.device, local_rank)
     torch.set_num_threads(settings.train.threads or default_threads())
     with listening() as stop, join(settings.plan, device, settings.train.timeout_minutes * 60) as mesh:
         feed = feed or together(lambda: open_feed(settings.data))

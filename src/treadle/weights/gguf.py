@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from treadle.config import UserError
-from treadle.config.errors import nearest
+from treadle.config.errors import nearest, shortened
 from treadle.weights.gguf_quants import PLAIN, READABLE, TYPES, GgmlType, dequantize
 
 MAX_KEYS = 1 << 16
@@ -185,7 +185,7 @@ class _Header:
         for number in range(key_count):
             self.what = f"metadata key {number + 1} of {key_count}"
             key = self._string(MAX_NAME_BYTES)
-            self.what = f"metadata key '{_shown(key)}'"
+            self.what = f"metadata key '{shortened(key)}'"
             if key in metadata:
                 raise self.fail("is given twice")
             metadata[key] = self._value(self._unsigned(4), 0)
@@ -289,13 +289,13 @@ class _Header:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         self.what = "metadata key 'general.alignment'"
         if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self.fail(f"is {_shown(str(alignment))}, not a power of two up to {MAX_ALIGNMENT}")
+            raise self.fail(f"is {shortened(str(alignment))}, not a power of two up to {MAX_ALIGNMENT}")
         return alignment
 
     def _tensor(self, shard: int, alignment: int) -> GgufTensor:
         """Read one entry of the tensor table; its offset still counts from the start of the tensor data."""
         name = self._string(MAX_NAME_BYTES)
-        self.what = f"tensor '{_shown(name)}'"
+        self.what = f"tensor '{shortened(name)}'"
         dims = self._unsigned(4)
         if dims > 4:
             raise self.fail(f"has {dims} dims, more than 4")
@@ -326,7 +326,7 @@ class _Header:
             end = start + tensor.offset + tensor.nbytes
             if end > self.size:
                 raise UserError(
-                    f"{self.path} is cut short: tensor '{_shown(tensor.name)}' ends at byte {end}, "
+                    f"{self.path} is cut short: tensor '{shortened(tensor.name)}' ends at byte {end}, "
                     f"the file at {self.size}; download it again"
                 )
             placed[tensor.name] = GgufTensor(
@@ -334,12 +334,6 @@ class _Header:
             )
         for left, right in itertools.pairwise(sorted(placed.values(), key=lambda tensor: tensor.offset)):
             if left.offset + left.nbytes > right.offset:
-                self.what = f"tensor '{_shown(left.name)}'"
-                raise self.fail(f"overlaps tensor '{_shown(right.name)}'")
+                self.what = f"tensor '{shortened(left.name)}'"
+                raise self.fail(f"overlaps tensor '{shortened(right.name)}'")
         return placed
-
-
-def _shown(text: str) -> str:
-    """Return untrusted text in a form that fits a one-line message."""
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return text if text.isprintable() else repr(text)[1:-1]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from treadle.config import UserError
+from treadle.config.errors import in_short
 from treadle.weights.gguf import GgufFile
 
 N = TypeVar("N")
@@ -53,7 +54,7 @@ class ArchitectureKeys:
         value = self._need(key)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise self.fail(
-                key, f"must be a positive whole number, it is {_short(value)}; convert the model to GGUF again"
+                key, f"must be a positive whole number, it is {in_short(value)}; convert the model to GGUF again"
             )
         return value
 
@@ -65,7 +66,7 @@ class ArchitectureKeys:
         """Return a positive finite number, spelled as short as fp32 allows (1e-05, not 9.999999747378752e-06)."""
         value = self._need(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
-            raise self.fail(key, f"must be a positive number, it is {_short(value)}; convert the model to GGUF again")
+            raise self.fail(key, f"must be a positive number, it is {in_short(value)}; convert the model to GGUF again")
         return float(str(np.float32(value)))
 
     def number_or(self, key: str, default: N) -> float | N:
@@ -82,7 +83,7 @@ class ArchitectureKeys:
         """Refuse any value but these, or the key's absence."""
         value = self.get(key)
         if value is not None and value not in allowed:
-            raise self.fail(key, f"is {_short(value)}; Treadle supports only {_short(allowed[0])} there")
+            raise self.fail(key, f"is {in_short(value)}; Treadle supports only {in_short(allowed[0])} there")
 
     def finish(self) -> None:
         """Raise UserError where a key of the architecture was neither used nor is known to change nothing."""
@@ -95,8 +96,3 @@ class ArchitectureKeys:
                 f"is not understood{' (nor ' + ', '.join(unknown[1:5]) + ')' if unknown[1:] else ''}; "
                 "ignoring it could change what the model computes",
             )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from treadle.config import UserError
+from treadle.config.errors import shortened
 
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 MAX_DIMS = 16
@@ -87,16 +88,16 @@ class SafetensorsFile:
         self._check_places(start, size)
 
     def _entry(self, name: str, given: Any, start: int) -> Entry:
-        what = f"has a header that lies about tensor '{_shown(name)}'"
+        what = f"has a header that lies about tensor '{shortened(name)}'"
         if not isinstance(given, dict) or set(given) != {"dtype", "shape", "data_offsets"}:
             self._fail(f"{what} (it needs dtype, shape and data_offsets)")
         dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
         if not isinstance(dtype, str) or dtype not in BITS:
-            self._fail(f"has tensor '{_shown(name)}' of the unknown dtype {_shown(repr(dtype))}")
+            self._fail(f"has tensor '{shortened(name)}' of the unknown dtype {shortened(repr(dtype))}")
         if not _whole_numbers(shape) or len(shape) > MAX_DIMS:
-            self._fail(f"{what} (its shape is {_shown(repr(shape))})")
+            self._fail(f"{what} (its shape is {shortened(repr(shape))})")
         if not _whole_numbers(offsets) or len(offsets) != 2:
-            self._fail(f"{what} (its offsets are {_shown(repr(offsets))})")
+            self._fail(f"{what} (its offsets are {shortened(repr(offsets))})")
         begin, end = offsets
         bits = math.prod(shape) * BITS[dtype]
         if begin > end or (end - begin) * 8 != bits:
@@ -109,13 +110,13 @@ class SafetensorsFile:
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.end > size:
                 raise UserError(
-                    f"{self.path} is cut short: tensor '{_shown(name)}' ends at byte {entry.end}, the file at {size}; "
-                    "download or copy it again"
+                    f"{self.path} is cut short: tensor '{shortened(name)}' ends at byte {entry.end}, "
+                    f"the file at {size}; download or copy it again"
                 )
             if entry.begin < end:
-                self._fail(f"has a header that lies: tensor '{_shown(name)}' overlaps '{_shown(previous)}'")
+                self._fail(f"has a header that lies: tensor '{shortened(name)}' overlaps '{shortened(previous)}'")
             if entry.begin > end:
-                self._fail(f"has a header that lies: {entry.begin - end} bytes before '{_shown(name)}' are nobody's")
+                self._fail(f"has a header that lies: {entry.begin - end} bytes before '{shortened(name)}' are nobody's")
             end, previous = entry.end, name
         if end != size:
             self._fail(f"has {size - end} bytes after its last tensor")
@@ -204,15 +205,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"'{_shown(twice)}' is given twice")
+        raise ValueError(f"'{shortened(twice)}' is given twice")
     return found
 
 
 def _whole_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
-def _shown(text: str) -> str:
-    """Return untrusted text in a form that fits a one-line message."""
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return text if text.isprintable() else repr(text)[1:-1]

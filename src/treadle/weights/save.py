@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treadle.config import UserError
+from treadle.config.files import json_bytes
 from treadle.model.families import family_of
 from treadle.model.spec import ModelSpec
 from treadle.model.tokenizer import Tokenizer
@@ -52,9 +52,9 @@ def save_model(
         raise UserError(f"models are saved in float32, bfloat16 or float16, not {str(dtype).removeprefix('torch.')}")
     config = saved_config(spec, dtype, tokenizer)
     _write_weights(folder, spec, chain([first], pairs), dtype, shard_bytes)
-    _write_json(folder / "config.json", config)
+    (folder / "config.json").write_bytes(json_bytes(config))
     known = {role: config[role] for role in ROLES if config.get(role) is not None}
-    _write_json(folder / "generation_config.json", {**(generation or {}), **known})
+    (folder / "generation_config.json").write_bytes(json_bytes({**(generation or {}), **known}))
     if tokenizer is not None:
         tokenizer.save(folder)
 
@@ -104,7 +104,7 @@ def _write_weights(
         total = sum(math.prod(shape) for shard in shards for shape in shard.values())
         metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
         places = {names[ours]: file for file, shard in zip(files, shards, strict=True) for ours in shard}
-        _write_json(folder / INDEX, {"metadata": metadata, "weight_map": places})
+        (folder / INDEX).write_bytes(json_bytes({"metadata": metadata, "weight_map": places}))
 
 
 def plan_shards(
@@ -121,7 +121,3 @@ def plan_shards(
         shards[-1][name] = shape
         room -= size
     return shards
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle.config import UserError
-from treadle.config.errors import nearest
+from treadle.config.errors import in_short, nearest
 from treadle.model.spec import ROPE_KINDS, RopeSpec
 
 # A config.json beyond these is a mistake or an attack; building the model would exhaust memory before any other check.
@@ -147,8 +147,8 @@ class ConfigReader:
         self._asked.add(key)
         if key in self.config and self.config[key] not in allowed:
             raise UserError(
-                f"config.json: {key}={_shown(self.config[key])} is not supported for a {self.name} model, only "
-                + " or ".join(map(_shown, allowed))
+                f"config.json: {key}={in_short(self.config[key])} is not supported for a {self.name} model, only "
+                + " or ".join(map(in_short, allowed))
             )
 
     def harmless(self, *keys: str) -> None:
@@ -178,7 +178,7 @@ class ConfigReader:
         return str(self.config.get("model_type"))
 
     def wrong(self, key: str, allowed: str) -> UserError:
-        return UserError(f"config.json: {key} must be {allowed}, it is {_shown(self.take(key))}")
+        return UserError(f"config.json: {key} must be {allowed}, it is {in_short(self.take(key))}")
 
     def rope(self, head_size: int, default_theta: float = 10000.0) -> RopeSpec:
         """Return the rotary embedding, from `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling`."""
@@ -206,13 +206,14 @@ class ConfigReader:
         kind = given.pop("type", None)
         kind = given.pop("rope_type", None) or kind or "default"
         if kind not in ROPE_PARAMETERS:
-            raise UserError(f"config.json: RoPE of type {_shown(kind)} is not supported, only {', '.join(ROPE_KINDS)}")
+            known = ", ".join(ROPE_KINDS)
+            raise UserError(f"config.json: RoPE of type {in_short(kind)} is not supported, only {known}")
         theta, partial = given.pop("rope_theta"), given.pop("partial_rotary_factor", None)
         partial = 1.0 if partial is None else partial
         if not _is_number(theta) or not 1 < theta < float("inf"):
-            raise UserError(f"config.json: rope_theta must be a number above 1, it is {_shown(theta)}")
+            raise UserError(f"config.json: rope_theta must be a number above 1, it is {in_short(theta)}")
         if not _is_number(partial) or not 0 < partial <= 1:
-            raise UserError(f"config.json: partial_rotary_factor must lie in (0, 1], it is {_shown(partial)}")
+            raise UserError(f"config.json: partial_rotary_factor must lie in (0, 1], it is {in_short(partial)}")
         max_positions = self.size("max_position_embeddings")
         if kind in ("llama3", "yarn", "longrope"):
             # Beside the mapping it wins (Phi 3 has it there); nowhere, the model was trained on all its positions.
@@ -249,7 +250,7 @@ def _check_rope(kind: str, given: Mapping[str, Any], rotary_size: int) -> None:
         else:
             right, wanted = _is_positive(value), "a positive number"
         if not right:
-            raise UserError(f"config.json: RoPE's {key} must be {wanted}, it is {_shown(value)}")
+            raise UserError(f"config.json: RoPE's {key} must be {wanted}, it is {in_short(value)}")
     if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
         raise UserError("config.json: RoPE's high_freq_factor must be greater than its low_freq_factor")
     if kind == "dynamic" and rotary_size <= 2:
@@ -262,8 +263,3 @@ def _is_number(value: Any) -> bool:
 
 def _is_positive(value: Any) -> bool:
     return _is_number(value) and 0 < value < float("inf")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import UserError
-from treadle.config.files import inside
+from treadle.config.files import MAX_JSON_BYTES, inside
 from treadle.config.progress import Step, progress
 
 FORMAT = 1
 STATE = "training/state.json"
 MANIFEST = "training/manifest.json"
-MAX_JSON_BYTES = 64 << 20
 _NAME = re.compile(r"step-([0-9]{8,})")
 _CHUNK = 8 << 20
 
