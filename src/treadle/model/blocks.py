@@ -21,8 +21,8 @@ class Linear(nn.Module):
         self.adapter: nn.Module | None = None
 
     def forward(self, x: Float[Tensor, "T I"]) -> Float[Tensor, "T O"]:
-        y = ops.linear(x, self.weight, self.bias)
-        return y if self.adapter is None else y + self.adapter(x)
+        y, adapter = ops.linear(x, self.weight, self.bias), self.adapter
+        return y if adapter is None else y + adapter(x)
 
 
 class Embedding(nn.Module):

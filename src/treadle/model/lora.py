@@ -87,13 +87,19 @@ def attach_lora(model: nn.Module, lora: LoraSpec, seed: int = 0, dtype: torch.dt
 def attach_one(model: nn.Module, name: str, lora: LoraSpec, dtype: torch.dtype | None = None) -> LowRank:
     """Give the linear layer `name` an adapter whose values are not set yet, and return it. Raises UserError where it
     has one already."""
+    linear = check_bare(model, name)
+    outputs, inputs = linear.weight.shape
+    linear.adapter = LowRank(inputs, outputs, lora, linear.weight, dtype)
+    return linear.adapter
+
+
+def check_bare(model: nn.Module, name: str) -> Linear:
+    """Return the linear layer `name`. Raises UserError where it has an adapter already."""
     linear = model.get_submodule(name)
     assert isinstance(linear, Linear), name
     if linear.adapter is not None:
         raise UserError(f"{name} already has an adapter; merge it first")
-    outputs, inputs = linear.weight.shape
-    linear.adapter = LowRank(inputs, outputs, lora, linear.weight, dtype)
-    return linear.adapter
+    return linear
 
 
 def target_names(model: nn.Module, targets: tuple[str, ...]) -> list[str]:

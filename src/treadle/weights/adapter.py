@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from treadle.config import UserError
 from treadle.config.files import read_json
 from treadle.model.families import family_of
-from treadle.model.lora import LoraSpec, adaptable, adapters, attach_one, merge_lora
+from treadle.model.lora import LoraSpec, LowRank, adaptable, adapters, check_bare, merge_lora
 from treadle.model.transformer import Transformer
 from treadle.weights.safetensors_file import SafetensorsFile, SafetensorsWriter
 
@@ -90,13 +92,47 @@ def save_adapter(
     (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def load_adapter(
-    model: Transformer, folder: str | Path, merge: bool = False, dtype: torch.dtype | None = None
-) -> list[str]:
-    """Attach the adapters of a PEFT folder to the model, or with `merge` add them to its weights.
+@dataclass(frozen=True)
+class StoredAdapter:
+    """A PEFT folder whose every tensor has its place in a model. `layers` gives for our name of a linear layer the kind
+    of its adapter, and the keys of a and b in the file."""
 
-    Returns the names of the linear layers. Raises UserError where the folder is of another kind or model, or any of its
-    tensors would be left without a place.
+    file: SafetensorsFile
+    layers: Mapping[str, tuple[LoraSpec, Mapping[str, str]]]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a layer's adapter."""
+        return max(lora.rank for lora, _ in self.layers.values())
+
+    def elements(self) -> int:
+        """Return how many numbers it holds."""
+        return sum(math.prod(self.file.entries[key].shape) for _, keys in self.layers.values() for key in keys.values())
+
+    @torch.no_grad()
+    def terms(self, model: Transformer, dtype: torch.dtype | None = None) -> dict[str, LowRank]:
+        """Return the terms of the linear layers that `model` holds, which may be one rank's part, in `dtype` (default:
+        the layer's); nothing is attached. Raises UserError where the dtype cannot hold a value."""
+        layout, found = model.layout, {}
+        for name, (lora, keys) in self.layers.items():
+            if layout is not None and not layout.holds(f"{name}.weight"):
+                continue
+            weight = model.get_submodule(name).get_parameter("weight")
+            found[name] = LowRank(weight.shape[1], weight.shape[0], lora, weight, dtype).requires_grad_(False)
+            for part, key in keys.items():
+                shard = None if layout is None else layout.shard(f"{name}.adapter.{part}")
+                target, value = found[name].get_parameter(part), self.file.read(key)
+                target.copy_(value if shard is None else shard.of(value))
+                if not torch.isfinite(target).all():
+                    kind = str(target.dtype).removeprefix("torch.")
+                    raise UserError(f"{self.file.path}: tensor '{key}' has values that are no finite {kind} numbers")
+        return found
+
+
+def open_adapter(model: Transformer, folder: str | Path) -> StoredAdapter:
+    """Return what a PEFT folder holds for a model, which must be whole but may be on the meta device.
+
+    Raises UserError where the folder is of another kind or model, or any of its tensors would be left without a place.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG)
@@ -106,16 +142,24 @@ def load_adapter(
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; save the adapter as safetensors with PEFT")
     file = SafetensorsFile(folder / WEIGHTS)
-    placed = _place(model, config, file)
-    for name, (lora, keys) in placed.items():
-        adapter = attach_one(model, name, lora, dtype)
-        with torch.no_grad():
-            for part, key in keys.items():
-                adapter.get_parameter(part).copy_(file.read(key))
-        adapter.requires_grad_(False)
+    return StoredAdapter(file, _place(model, config, file))
+
+
+def load_adapter(
+    model: Transformer, folder: str | Path, merge: bool = False, dtype: torch.dtype | None = None
+) -> list[str]:
+    """Attach the adapters of a PEFT folder to the model, or with `merge` add them to its weights.
+
+    Returns the names of the linear layers. Raises UserError where the folder is of another kind or model, or any of its
+    tensors would be left without a place.
+    """
+    terms = open_adapter(model, folder).terms(model, dtype)
+    linears = {name: check_bare(model, name) for name in terms}
+    for name, linear in linears.items():
+        linear.adapter = terms[name]
     if merge:
         merge_lora(model)
-    return list(placed)
+    return list(terms)
 
 
 def peft_modules(model: Transformer) -> dict[str, str]:
@@ -134,9 +178,7 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
                 f"{folder / CONFIG}: {key} is not supported; merge the adapter with PEFT and load the result"
             )
     for key in ("r", "lora_alpha"):
-        value = config.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1 << 24:
-            raise UserError(f"{folder / CONFIG}: {key} must be a positive number, it is {value!r}")
+        _check_number(f"{folder / CONFIG}: {key}", config.get(key))
 
 
 def _place(
@@ -161,7 +203,7 @@ def _place(
         if set(parts) != set(SIDES):
             raise UserError(f"{file.path}: the adapter of {module} lacks one of lora_A and lora_B")
         lora = LoraSpec(
-            rank=_of_pattern(config, "rank_pattern", module, int(config["r"])),
+            rank=int(_of_pattern(config, "rank_pattern", module, config["r"])),
             alpha=float(_of_pattern(config, "alpha_pattern", module, config["lora_alpha"])),
             rank_stabilized=bool(config.get("use_rslora")),
         )
@@ -177,16 +219,26 @@ def _place(
     return placed
 
 
-def _of_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+def _of_pattern(config: Mapping[str, Any], key: str, module: str, default: float) -> float:
     """Return what PEFT's rank_pattern or alpha_pattern says for a module: its keys are the ends of names, as regular
     expressions."""
-    for pattern, value in (config.get(key) or {}).items():
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, Mapping):
+        raise UserError(f"{CONFIG}: {key} must give a number for each pattern, it is {patterns!r}")
+    for pattern, value in patterns.items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
+            matches = re.match(rf"(.*\.)?({pattern})$", module)
         except re.error as error:
             raise UserError(f"{CONFIG}: {key} has the invalid pattern '{pattern}': {error}") from error
+        if matches:
+            _check_number(f"{CONFIG}: {key} of '{pattern}'", value)
+            return value
     return default
+
+
+def _check_number(what: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1 << 24:
+        raise UserError(f"{what} must be a positive number, it is {value!r}")
 
 
 def _targets(adapted: list[str], every: list[str]) -> list[str]:
