@@ -266,7 +266,7 @@ class Recorder:
 
     def __init__(self, core: Core) -> None:
         self.logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        self.inner, core._runners[core.version] = core._runners[core.version], self  # pyrefly: ignore
+        self.inner, core.versions.current.runner = core.versions.current.runner, self  # pyrefly: ignore
         self.core = core
 
     def step(self, batch: StepBatch) -> StepOutput:

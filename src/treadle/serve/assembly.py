@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.config import UserError
+from treadle.serve.adapters import adapter_bytes
 from treadle.serve.batch import layer_groups
 from treadle.serve.batching import BatchPolicy, make_policy
 from treadle.serve.block_tables import BlockTables
@@ -47,6 +48,7 @@ def assemble(model: Model, settings: EngineSettings) -> tuple[Core, Capacity]:
         drafts=settings.num_speculative_tokens,
         policy=_policy(model, settings),
         check=settings.check_blocks,
+        version=settings.weight_version,
     )
     return core, capacity
 
@@ -71,13 +73,17 @@ def _fit(model: Model, settings: EngineSettings) -> tuple[Capacity, KVFormat]:
         settings.enable_prefix_caching,
     )
     kv_format = KVFormat.of(settings.kv_cache_dtype, model.dtype, model.device)
+    reserved = 0
+    if settings.enable_lora or settings.lora_modules:
+        reserved = settings.max_loras * adapter_bytes(model.spec, settings.max_lora_rank, model.dtype.itemsize)
     if model.ranks is None:
         step_bytes = step_bytes_of(model.module, settings.max_num_batched_tokens)
-        capacity = fit_capacity(model.spec, kv_format, wanted, available_memory(model.device), step_bytes)
+        available = max(0, available_memory(model.device) - reserved)
+        capacity = fit_capacity(model.spec, kv_format, wanted, available, step_bytes)
     else:
         from treadle.serve.parallel_runner import fit_on_ranks
 
-        capacity = fit_on_ranks(model.ranks, model.spec, model.dtype, kv_format, wanted)
+        capacity = fit_on_ranks(model.ranks, model.spec, model.dtype, kv_format, wanted, reserved)
     if not settings.enable_chunked_prefill and settings.max_num_batched_tokens < capacity.length:
         raise UserError(
             f"without chunked prefill a step must hold the longest prompt: max_num_batched_tokens="

@@ -24,6 +24,7 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self.evictions = 0
+        self.fresh = count  # blocks that nobody ever had; blank ones are given in turn, so those come first
 
     @property
     def free(self) -> int:
@@ -38,6 +39,7 @@ class BlockPool:
         """Return a block of no content, held once. There must be a free one."""
         if self._blank:
             block = self._blank.popleft()
+            self.fresh = max(0, self.fresh - 1)
         else:
             block, _ = self._remembered.popitem(last=False)
             self._forget(block)
@@ -82,6 +84,12 @@ class BlockPool:
         self._hash_of.clear()
         self._blank.extend(self._remembered)
         self._remembered.clear()
+
+    def renew(self) -> None:
+        """Note that the cache was made anew: nothing is held, nothing known, no block was ever written."""
+        self.forget_all()
+        assert len(self._blank) == self.count, "a block is held"
+        self.fresh = self.count
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]

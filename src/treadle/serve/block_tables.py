@@ -149,6 +149,11 @@ class BlockTables:
         for pool in self.pools:
             pool.forget_all()
 
+    def renew(self) -> None:
+        """Note that the cache was made anew. No sequence may have blocks."""
+        for pool in self.pools:
+            pool.renew()
+
     def step_tables(self, sequences: Sequence[SequenceBlocks]) -> list[bytes]:
         """Return for each group the tables of `sequences`, one under the other, as a StepBatch holds them."""
         width = max((sequence.given for sequence in sequences), default=0)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treadle.config import TreadleError
+from treadle.config import TreadleError, UserError
 from treadle.model.rope import length_dependent_ropes, rope_regime
 from treadle.serve.batch import StepBatch, StepOutput
 from treadle.serve.batching import BatchPolicy
-from treadle.serve.block_tables import BlockTables, prefix_root
+from treadle.serve.block_tables import BlockTables
 from treadle.serve.cost_model import StepWork
 from treadle.serve.model import Model
 from treadle.serve.request import Delta, FinishReason, Phase, Request, TokenLogprob
+from treadle.serve.room import Reserve
 from treadle.serve.runner import Runner
 from treadle.serve.sampler import Choice, Row, choose, prompt_logprobs
 from treadle.serve.scheduler import UNLIMITED, Decision, Limits, Piece, SequenceState, State, decide
 from treadle.serve.speculation import Drafter
 from treadle.serve.stats import EngineStats
 from treadle.serve.text import TextOutput
+from treadle.serve.versions import Versions
 
 # Rows of logits that a step may hold for prompts whose log probabilities are wanted: a row is a whole vocabulary.
 PROMPT_LOGPROB_ROWS = 128
@@ -47,10 +50,10 @@ class Core:
         version: str = "",
     ) -> None:
         """`drafts` is how many tokens are guessed at most; with `check` the pools are verified after every step."""
-        self.model, self.runner, self.tables, self.limits = model, runner, tables, limits
+        self.tables, self.limits = tables, limits
+        self.versions = Versions(model, runner, version or model.version)
         self.stats = EngineStats(blocks=sum(pool.count for pool in tables.pools))
         self.decision = Decision()  # of the last step
-        self.version = version
         self._ropes = length_dependent_ropes(model.spec)
         # Where angles depend on the length, a prefix of a longer sequence holds other keys than a short prompt's own.
         self._reuse = reuse_prefixes and not self._ropes
@@ -60,7 +63,16 @@ class Core:
         self._waiting: list[Request] = []  # both in the order of urgency
         self._running: list[Request] = []
         self._outputs: dict[int, TextOutput] = {}
-        self._runners: dict[str, Runner] = {version: runner}  # those that running requests began with
+
+    @property
+    def model(self) -> Model:
+        """The weights of now with their tokenizer."""
+        return self.versions.current.model
+
+    @property
+    def runner(self) -> Runner:
+        """What computes with the weights of now."""
+        return self.versions.current.runner
 
     @property
     def idle(self) -> bool:
@@ -77,12 +89,17 @@ class Core:
         return hold.seconds
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Refuse what cannot be computed as the engine is now. Called from other threads; raises UserError."""
+        """Refuse what cannot be computed as the engine is now.
+
+        Called from other threads; raises UserError, or Unavailable while the engine sleeps.
+        """
+        for adapter in {request.settings.adapter for request in requests}:
+            self.versions.check(adapter)
 
     def close(self) -> None:
         """Free what the runners hold."""
-        for runner in self._runners.values():
-            runner.close()
+        for version in self.versions.all:
+            version.runner.close()
         self.policy.close()
 
     def add(self, request: Request) -> None:
@@ -93,6 +110,10 @@ class Core:
         self.policy.arrived(request.prompt_tokens)
         self.stats.requests += 1
         self._gauge()
+        try:
+            self.versions.bind(request)
+        except UserError as error:  # the adapter was there when the request was admitted
+            self._end(request, Delta(request.index, finish_reason=FinishReason.ERROR, error=str(error)))
 
     def drop_cancelled(self) -> None:
         """End the requests that were cancelled, and free what they held."""
@@ -203,10 +224,8 @@ class Core:
         )
 
     def _open(self, request: Request) -> None:
-        """Give a request its (empty) blocks, under the weights of now."""
-        request.version = self.version
-        root = prefix_root([request.version, request.settings.adapter, request.settings.cache_salt])
-        request.blocks = self.tables.open(root)
+        """Give a request its (empty) blocks."""
+        request.blocks = self.tables.open(self.versions.root(request))
 
     def _start(self, request: Request) -> None:
         assert request.blocks is not None
@@ -218,12 +237,16 @@ class Core:
         bisect.insort(self._running, request, key=_order)
 
     def _preempt(self, request: Request) -> None:
+        self._put_back(request)
+        self.stats.preemptions += 1
+
+    def _put_back(self, request: Request) -> None:
+        """Let a running request wait again."""
         assert request.blocks is not None
         self.tables.release(request.blocks)
         self._running.remove(request)
         request.preempt()
         bisect.insort(self._waiting, request, key=_order)
-        self.stats.preemptions += 1
 
     # --- computing
 
@@ -233,9 +256,10 @@ class Core:
         Returns for each sequence the choices of its rows, or the delta that ends it.
         """
         results: dict[int, list[Choice] | Delta] = {}
-        for version in dict.fromkeys(request.version for request, _ in batch):
-            part = [(request, piece) for request, piece in batch if request.version == version]
-            for (request, _), result in zip(part, self._compute_part(part, self._runners[version]), strict=True):
+        for weights in dict.fromkeys(request.weights for request, _ in batch):
+            part = [(request, piece) for request, piece in batch if request.weights == weights]
+            runner = self.versions.runner(weights)
+            for (request, _), result in zip(part, self._compute_part(part, runner), strict=True):
                 results[request.number] = result
         return [results[request.number] for request, _ in batch]
 
@@ -416,7 +440,7 @@ class Core:
             self.tables.close(request.blocks)
             request.blocks = None
         request.finish()
-        self._drop_unused_weights()
+        self.versions.drop_unused(itertools.chain(self._running, self._waiting))
         output = self._outputs.pop(request.number, None)
         if output is not None:
             rest, stop = output.finish()
@@ -436,7 +460,7 @@ class Core:
             completion_tokens=request.completion_tokens,
             cached_tokens=request.cached_tokens,
             queue_seconds=0.0 if request.started is None else request.started - request.arrived,
-            weight_version=request.version or self.version,
+            weight_version=request.version,
         )
         try:
             request.deliver(counted)
@@ -445,36 +469,37 @@ class Core:
 
     # --- weights
 
-    def switch_weights(self, runner: Runner, version: str, restart: bool, prepare: Callable[[], None]) -> None:
-        """Let requests that have not run yet be computed by `runner`, under the name `version`.
+    def switch_weights(self, name: str, model: Model, runner: Runner, restart: bool) -> None:
+        """Let requests that have not begun be computed with other weights, called `name`.
 
-        Running ones go on with what they began with, or with `restart` are computed again with the new weights, the
-        tokens so far kept. Prefixes of the old weights are never found again: their digests begin with another root.
+        Those that have begun, with all choices of their prompt, go on with what they began with; with `restart` they are
+        computed again with the new weights, the tokens so far kept. Prefixes of the old weights are never found again:
+        their digests begin with another root. Adapters go with the new weights as with the old.
         """
-        self.version, self.runner = version, runner
-        self._runners[version] = runner
-        for request in self._waiting:
-            if request.blocks is not None and not request.completion_tokens:
-                self._renew(request)
+        self.versions.switch(name, model, runner)
+        begun: set[Request] = set()
         if restart:
             for request in list(self._running):
-                self._preempt(request)
-            for request in self._waiting:
-                self._renew(request)
-        prepare()
-        self._drop_unused_weights()
+                self._put_back(request)
+        else:
+            begun = {request.first for request in (*self._running, *self._waiting) if _has_begun(request)}
+        for request in self._waiting:
+            if request.first not in begun:
+                self.versions.renew(request)
+                request.begin_again()
+                if request.blocks is not None:
+                    self.tables.close(request.blocks)
+                    request.blocks = None
+        self.versions.drop_unused(itertools.chain(self._running, self._waiting))
 
-    def _renew(self, request: Request) -> None:
-        if request.blocks is not None:
-            self.tables.close(request.blocks)
-        self._open(request)
+    def remove_adapter(self, name: str) -> None:
+        """Take no more requests of an adapter; it is freed once those at hand are done. Raises UserError."""
+        self.versions.remove_adapter(name)
+        self.versions.drop_unused(itertools.chain(self._running, self._waiting))
 
-    def _drop_unused_weights(self) -> None:
-        if len(self._runners) == 1:
-            return
-        used = {self.version} | {one.version for one in (*self._running, *self._waiting) if one.blocks is not None}
-        for version in self._runners.keys() - used:
-            del self._runners[version]
+    def reserve(self, step_bytes: int) -> Reserve:
+        """Return what memory the engine may still claim. For any thread."""
+        return Reserve(tuple(pool.fresh for pool in self.tables.pools), step_bytes)
 
     # --- numbers
 
@@ -511,6 +536,11 @@ def _work(request: Request, piece: Piece) -> StepWork:
     elif request.computed + piece.tokens == len(request.tokens):
         rows = 1 + piece.drafts
     return StepWork.of(request.computed, piece.tokens + piece.drafts, rows)
+
+
+def _has_begun(request: Request) -> bool:
+    """Return whether a request, or the first choice of its prompt, was given anything by the weights it has."""
+    return request.phase is Phase.RUNNING or request.completion_tokens > 0 or request.first.phase is Phase.FINISHED
 
 
 def _order(request: Request) -> tuple[float, int]:

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pydantic import ByteSize, Field
 from treadle.config import TreadleError, UserError, parse_settings
 from treadle.serve.assembly import assemble
 from treadle.serve.batching import BatchPolicy, BatchSettings
+from treadle.serve.changes import Changes
 from treadle.serve.commands import run_command
 from treadle.serve.core import sentence
 from treadle.serve.interface import EngineInterface, Prepared, Ticket, make_requests
@@ -53,6 +54,11 @@ class EngineSettings(ParallelSettings):
     deterministic: bool = False  # the same bits whatever else is in the batch or the cache
     seed: int | None = None  # of the requests that have none of their own; None: a fresh one
     check_blocks: bool = False  # verify the cache's bookkeeping after every step
+    weight_version: str = Field("", max_length=256)  # what answers name the weights by; empty: by their content
+    enable_lora: bool = False  # set memory aside for adapters at the start
+    lora_modules: Mapping[str, str] = Field(default_factory=dict)  # adapters to begin with: name -> PEFT directory
+    max_loras: int = Field(8, ge=1, le=10000)  # adapters that are loaded at once
+    max_lora_rank: int = Field(64, ge=1, le=4096)
 
 
 class _Ticket(Ticket):
@@ -71,14 +77,15 @@ class Engine(EngineInterface):
         """`settings` are those of EngineSettings. Raises UserError for wrong ones, or a cache that does not fit."""
         self.settings = parse_settings(EngineSettings, settings, source="the engine's settings")
         self._owns_model = not isinstance(model, Model)
-        self.model = model if isinstance(model, Model) else load(model, **self.settings.ranks)
-        if self.model.ranks is None and self.settings.plan.ranks() > 1:
+        chosen = model if isinstance(model, Model) else load(model, **self.settings.ranks)
+        if chosen.ranks is None and self.settings.plan.ranks() > 1:
             raise UserError(
                 "a model that is loaded whole cannot be shared by ranks; give its path to the engine, or load it with "
                 "tensor_parallel_size or pipeline_parallel_size"
             )
-        self._core, self.capacity = assemble(self.model, self.settings)
-        super().__init__(self.model.tokenizer, self.model.spec, self.capacity.length)
+        self._core, self.capacity = assemble(chosen, self.settings)
+        self.changes = Changes(self, self._core)
+        super().__init__(chosen.tokenizer, chosen.spec, self.capacity.length)
         self._seeds = random.Random(self.settings.seed)  # noqa: S311 - sampling, not secrets
         # Guards what other threads hand over: arrivals, cancellations, calls, closing.
         self._changed = threading.Condition()
@@ -95,10 +102,21 @@ class Engine(EngineInterface):
         self._thread = threading.Thread(target=self._run, args=(threads,), name="treadle-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-        if self.model.ranks is not None:
-            self.model.ranks.on_lost = self.fail
-            if self.model.ranks.error is not None:  # it was lost before there was anyone to tell
-                self.fail(self.model.ranks.error)
+        if chosen.ranks is not None:
+            chosen.ranks.on_lost = self.fail
+            if chosen.ranks.error is not None:  # it was lost before there was anyone to tell
+                self.fail(chosen.ranks.error)
+        try:
+            for name, path in self.settings.lora_modules.items():
+                self.command("add_adapter", name=name, path=path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def model(self) -> Model:
+        """The model with the weights that new requests get."""
+        return self._core.model
 
     def fail(self, error: TreadleError) -> None:
         """End the engine with an error, which every request gets. Called from any thread."""
@@ -140,6 +158,13 @@ class Engine(EngineInterface):
         core = self._core
         return self.call(lambda: probe_kernels(core.runner, core.tables.groups, self.capacity))
 
+    def wait_idle(self) -> None:
+        """Wait until no request is at hand. Raises TreadleError where the engine ends meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._refusing or (self._core.idle and not self._arrivals))
+            if self._refusing:
+                raise TreadleError(self._refusing)
+
     @property
     def stats(self) -> EngineStats:
         """What was counted since the start."""
@@ -148,7 +173,17 @@ class Engine(EngineInterface):
     @property
     def weight_version(self) -> str:
         """The name of the weights that new requests get."""
-        return self._core.version
+        return self._core.versions.current.name
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that requests may ask for."""
+        return tuple(self._core.versions.adapters)
+
+    @property
+    def asleep(self) -> str:
+        """Why requests are refused while it sleeps, or ""."""
+        return self._core.versions.refusing
 
     @property
     def policy(self) -> BatchPolicy:

@@ -16,6 +16,7 @@ from treadle.model.spec import ModelSpec
 from treadle.serve.model import encode_prompt
 from treadle.serve.request import Completion, Delta, Request, SamplingSettings
 from treadle.serve.stats import EngineStats
+from treadle.serve.versions import unknown_adapter
 
 if TYPE_CHECKING:
     from treadle.model.tokenizer import Tokenizer
@@ -67,6 +68,16 @@ class EngineInterface(ABC):
     @abstractmethod
     def weight_version(self) -> str:
         """The name of the weights that new requests get."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that requests may ask for."""
+        return ()
+
+    @property
+    def asleep(self) -> str:
+        """Why requests are refused while it sleeps, or ""."""
+        return ""
 
     @property
     @abstractmethod
@@ -126,6 +137,8 @@ class EngineInterface(ABC):
 
     def prepare(self, prompt: str | Sequence[int], settings: SamplingSettings) -> Prepared:
         """Return a prompt ready to be handed over. Raises UserError for what cannot be carried out."""
+        if settings.adapter and settings.adapter not in self.adapters:
+            raise UserError(unknown_adapter(settings.adapter, self.adapters))
         tokens = self.encode(prompt)
         max_tokens = self._resolve_max_tokens(len(tokens), settings)
         self._check_ids("logit_bias", settings.logit_bias)

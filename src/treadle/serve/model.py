@@ -8,6 +8,7 @@ model.logits([1, 2, 3])                        # [T, V]
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,26 @@ class Model:
 
     `module` is the torch module: it can be inspected, changed and trained; what the other methods return follows it.
     `tokenizer` is None for a model that came without one. `ranks` are the processes that share a model which was loaded
-    on several; `module` is then the first one's part.
+    on several; `module` is then the first one's part. `path` is where the weights were read from, None for a model that
+    was made in memory; `version` names them, for one from disk by its content.
     """
 
-    def __init__(self, module: Transformer, tokenizer: Tokenizer | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        module: Transformer,
+        tokenizer: Tokenizer | None = None,
+        ranks: Ranks | None = None,
+        path: str | None = None,
+        version: str = "in-memory",
+    ) -> None:
         self.module, self.tokenizer, self.ranks = module, tokenizer, ranks
+        self.path, self.version = path, version
+        self._read = _marks(module) if path is not None else []
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the weights can be read again: they came from a path and were not changed since."""
+        return self.path is not None and _marks(self.module) == self._read
 
     @property
     def spec(self) -> ModelSpec:
@@ -142,6 +158,7 @@ def load(
     from treadle.model.families import read_spec
     from treadle.serve.parallel_settings import ParallelSettings
     from treadle.weights.checkpoint import open_checkpoint
+    from treadle.weights.identity import content_version
     from treadle.weights.load import load_model, load_tokenizer
 
     place = choose_device(device)
@@ -153,12 +170,13 @@ def load(
     if check_tokenizer is not None:
         check_tokenizer(tokenizer)
     layout = parse_settings(ParallelSettings, parallel, source="the settings of the ranks")
+    source, version = os.path.abspath(path), content_version(checkpoint)
     if layout.plan.ranks() == 1:
-        return Model(load_model(checkpoint, kind, place), tokenizer)
+        return Model(load_model(checkpoint, kind, place), tokenizer, None, source, version)
     from treadle.serve.parallel_runner import load_on_ranks
 
     ranks = load_on_ranks(path, spec, layout, kind, place.type)
-    return Model(ranks.rank.module, tokenizer, ranks)
+    return Model(ranks.rank.module, tokenizer, ranks, source, version)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -211,6 +229,11 @@ def choose_device(device: torch.device | str | None) -> torch.device:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"the device '{device}' cannot be used here ({reason}); leave it out or use cpu") from error
     return place
+
+
+def _marks(module: Transformer) -> list[tuple[int, int]]:
+    """Return what changes with the parameters: where they are, and how often each was written to in place."""
+    return [(parameter.data_ptr(), parameter._version) for parameter in module.parameters()]
 
 
 def _name(dtype: torch.dtype) -> str:

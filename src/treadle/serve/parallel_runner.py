@@ -49,15 +49,19 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def fit_on_ranks(ranks: Ranks, spec: ModelSpec, dtype: torch.dtype, kv_format: KVFormat, wanted: Wanted) -> Capacity:
-    """Return what fits on every rank; each measures itself. Raises UserError naming the rank where nothing does."""
+def fit_on_ranks(
+    ranks: Ranks, spec: ModelSpec, dtype: torch.dtype, kv_format: KVFormat, wanted: Wanted, reserved: int = 0
+) -> Capacity:
+    """Return what fits on every rank beside `reserved` bytes; each measures itself. Raises UserError naming the rank
+    where nothing does."""
     fits: list[tuple[ModelSpec, Capacity]] = []
     for rank, measured in enumerate(ranks.all(Measure())):
         local = Layout(spec, ranks.plan, rank).local
         activations = Activations(measured["fixed"], measured["each"])
         step = step_bytes(local, dtype.itemsize, activations, wanted.step_tokens)
         try:
-            fits.append((local, fit_capacity(local, kv_format, wanted, int(measured["available"]), step)))
+            available = max(0, int(measured["available"]) - reserved)
+            fits.append((local, fit_capacity(local, kv_format, wanted, available, step)))
         except UserError as error:
             raise UserError(f"on rank {rank}: {error}") from error
     return _what_all_have(spec, fits)

@@ -199,8 +199,8 @@ class Request:
         self.cached_tokens = 0
         self.preemptions = 0
         self.cancelled = False
-        self.version = ""  # of the weights that its blocks were computed with
-        self.adapter = 0
+        self.weights, self.version = 0, ""  # the number and the name of the weights that it is computed with
+        self.adapter = 0  # the slot of its adapter
         self.matcher: Matcher | None = None
         self.drafter: Drafter | None = None
         self.drafts: list[int] = []
@@ -226,11 +226,21 @@ class Request:
             self.started, self.cached_tokens = time.monotonic(), computed
         self.phase, self.computed = Phase.RUNNING, computed
 
+    @property
+    def first(self) -> Request:
+        """The first choice of the same prompt."""
+        return self.leader or self
+
     def preempt(self) -> None:
         """Wait again, with nothing in the cache; the tokens so far stay."""
         assert self.phase is Phase.RUNNING
         self.phase, self.computed, self.drafts = Phase.WAITING, 0, []
         self.preemptions += 1
+
+    def begin_again(self) -> None:
+        """Forget what other weights said of the prompt, unless it was told already."""
+        if not self.completion_tokens:
+            self.prompt_logprobs, self.cached_tokens = [None], 0
 
     def finish(self) -> None:
         """End, from any phase but the last."""
