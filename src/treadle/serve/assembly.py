@@ -34,8 +34,9 @@ def assemble(model: Model, settings: EngineSettings) -> tuple[Core, Capacity]:
     else:
         from treadle.serve.parallel_runner import ParallelRunner
 
-        runner = ParallelRunner(model.ranks)
-        runner.make_cache(counts, capacity.block_size, settings.kv_cache_dtype, settings.deterministic)
+        runner = ParallelRunner.start(
+            model.ranks, counts, capacity.block_size, settings.kv_cache_dtype, settings.deterministic
+        )
     limits = Limits(
         capacity.seqs, settings.max_num_batched_tokens, capacity.block_size, settings.enable_chunked_prefill
     )

@@ -113,8 +113,6 @@ class Changes:
 
     def stage_weights(self, path: str, version: str = "") -> Facts:
         """Read other weights of the same model; `version` "" names them by their content. Raises UserError."""
-        from treadle.weights.identity import content_version
-
         with self._alone(f"loading {path}"):
             self._check_awake()
             if self._staged is not None:

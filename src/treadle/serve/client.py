@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,10 +24,12 @@ from treadle.config import TreadleError, UserError
 from treadle.serve import messages
 from treadle.serve.capacity import Capacity
 from treadle.serve.channel import Channel
+from treadle.serve.commands import COMMANDS, WeightsArguments, check_command
 from treadle.serve.interface import EngineInterface, Prepared, Ticket
 from treadle.serve.request import Delta, FinishReason
 from treadle.serve.router import Memory, Replica, choose_replica, prefix_digests
 from treadle.serve.stats import Distribution, EngineStats
+from treadle.serve.versions import ASLEEP, FALLING_ASLEEP, Unavailable
 
 PING_EVERY = 1.0  # seconds
 SILENCE = 5.0  # seconds without an answer after which a process counts as frozen
@@ -160,7 +162,8 @@ class EngineClient(EngineInterface):
                 replica.process.kill()
                 replica.end()
             raise
-        self.capacity, self.summary, self._version = ready[0].capacity, ready[0].summary, ready[0].weight_version
+        self.capacity, self.summary = ready[0].capacity, ready[0].summary
+        self._version, self._adapters, self._asleep = ready[0].weight_version, tuple(ready[0].adapters), ""
         super().__init__(tokenizer, spec, self.capacity.length)
         self._ended = threading.Event()
         self._pinging = threading.Thread(target=self._ping, name="treadle-ping", daemon=True)
@@ -199,6 +202,16 @@ class EngineClient(EngineInterface):
         return self._version
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that requests may ask for."""
+        return self._adapters
+
+    @property
+    def asleep(self) -> str:
+        """Why requests are refused while the engines sleep, or ""."""
+        return self._asleep
+
+    @property
     def pending(self) -> int:
         """How many prompts were sent whose answer has not begun."""
         return sum(not sent.started for sent in list(self._sent.values()))
@@ -227,6 +240,8 @@ class EngineClient(EngineInterface):
         with self._lock:
             if self._refusing:
                 raise TreadleError(self._refusing)
+            if self._asleep:
+                raise Unavailable(self._asleep)
             replica = self._choose(prepared)
             number = next(self._numbers)
             self._sent[number] = _Sent(prepared, deliver, replica)
@@ -239,19 +254,55 @@ class EngineClient(EngineInterface):
         )
         return _Ticket(self, number, count)
 
-    def command(self, name: str, **arguments: Any) -> Any:
-        """Carry out a command on every replica; returns the first one's result. Raises UserError, TreadleError."""
-        waiting: list[Future[Any]] = []
+    def command(self, name: str, /, **arguments: Any) -> Any:
+        """Carry out a command on every replica; returns the first one's result. Raises UserError, TreadleError.
+
+        Where it fails on some of several replicas, it is undone on the others.
+        """
+        checked = check_command(name, arguments)
+        if name == "load_weights" and len(self._replicas) > 1:  # none switches before all have loaded
+            stage = WeightsArguments.model_fields.keys()
+            self.command("stage_weights", **checked.model_dump(include=set(stage)))
+            return self.command("switch_weights", **checked.model_dump(exclude=set(stage)))
+        before = self._asleep
+        if name == "sleep":
+            self._asleep = self._asleep or FALLING_ASLEEP
+        done = self._ask_all(name, arguments)
+        failed = [one for one in done if one.exception() is not None]
+        if not failed:
+            result = done[0].result()
+            self._note(result)
+            return result
+        if name == "sleep":
+            self._asleep = before
+        way_back = COMMANDS[name].undo
+        if way_back is not None and len(failed) < len(done):
+            undo, names = way_back
+            well = [replica for replica, one in zip(self._replicas, done, strict=True) if one.exception() is None]
+            self._ask_all(undo, {key: arguments[key] for key in names}, well)
+        return failed[0].result()
+
+    def _ask_all(
+        self, name: str, arguments: dict[str, Any], replicas: Sequence[_Process] | None = None
+    ) -> list[Future[Any]]:
+        """Carry out a command on the replicas, all by default, and return what came of it on each, once it has."""
+        asked: list[Future[Any]] = []
         with self._lock:
             if self._refusing:
                 raise TreadleError(self._refusing)
-            for replica in self._replicas:
+            for replica in self._replicas if replicas is None else replicas:
                 number = next(self._numbers)
                 self._commands[number] = done = Future()
-                waiting.append(done)
+                asked.append(done)
                 replica.send(messages.Command(number, name, arguments))
-        results = [done.result() for done in waiting]
-        return results[0]
+        wait(asked)
+        return asked
+
+    def _note(self, result: Any) -> None:
+        """Keep what a command's result says of what requests get now."""
+        if isinstance(result, dict) and "weight_version" in result:
+            self._version, self._adapters = result["weight_version"], tuple(result["adapters"])
+            self._asleep = ASLEEP if result["asleep"] else ""
 
     def close(self, timeout: float = 0.0) -> None:
         """Refuse new requests, let those at hand finish for up to `timeout` seconds, end the rest and the processes."""
@@ -339,8 +390,6 @@ class EngineClient(EngineInterface):
         elif error is not None:
             done.set_exception(error)
         else:
-            if isinstance(message.value, dict) and "weight_version" in message.value:
-                self._version = message.value["weight_version"]
             done.set_result(message.value)
 
     def _deliver(self, number: int, delta: Delta) -> None:

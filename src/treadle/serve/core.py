@@ -472,9 +472,9 @@ class Core:
     def switch_weights(self, name: str, model: Model, runner: Runner, restart: bool) -> None:
         """Let requests that have not begun be computed with other weights, called `name`.
 
-        Those that have begun, with all choices of their prompt, go on with what they began with; with `restart` they are
-        computed again with the new weights, the tokens so far kept. Prefixes of the old weights are never found again:
-        their digests begin with another root. Adapters go with the new weights as with the old.
+        Those that have begun, with all choices of their prompt, go on with what they began with; with `restart` they
+        are computed again with the new weights, the tokens so far kept. Prefixes of the old weights are never found
+        again: their digests begin with another root. Adapters go with the new weights as with the old.
         """
         self.versions.switch(name, model, runner)
         begun: set[Request] = set()

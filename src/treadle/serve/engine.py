@@ -139,7 +139,7 @@ class Engine(EngineInterface):
             self._changed.notify_all()
         return _Ticket(self, requests)
 
-    def command(self, name: str, **arguments: Any) -> Any:
+    def command(self, name: str, /, **arguments: Any) -> Any:
         """Carry out a command (see commands.py) and return its result. Blocks. Raises UserError, TreadleError."""
         return run_command(self, self._core, name, arguments)
 

@@ -66,7 +66,8 @@ class EngineProcess:
             torch.set_num_threads(start.threads)
         ranks = parse_settings(EngineSettings, start.settings, source="the engine's settings").ranks
         engine = Engine(load(start.model, start.dtype, start.device, **ranks), **start.settings)
-        self._send(messages.Ready(engine.capacity, engine_summary(engine), engine.weight_version))
+        state = engine.weight_version, list(engine.adapters)
+        self._send(messages.Ready(engine.capacity, engine_summary(engine), *state))
         self.engine = engine
         engine.after_step = self._flush
 

@@ -99,7 +99,7 @@ class EngineInterface(ABC):
         """Queue what was prepared. Raises TreadleError once the engine is closing or has failed."""
 
     @abstractmethod
-    def command(self, name: str, **arguments: Any) -> Any:
+    def command(self, name: str, /, **arguments: Any) -> Any:
         """Carry out one of `COMMANDS` (see commands.py) and return its result. Blocks.
 
         Raises UserError for what cannot be carried out, TreadleError where the engine failed.

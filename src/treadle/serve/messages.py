@@ -62,6 +62,7 @@ class Ready(msgspec.Struct, tag=True):
     capacity: Capacity
     summary: list[str]
     weight_version: str
+    adapters: list[str]
 
 
 class Deltas(msgspec.Struct, tag=True):

@@ -15,13 +15,25 @@ import torch
 from treadle.config import UserError
 from treadle.model.layout import Layout
 from treadle.model.spec import ModelSpec
+from treadle.model.transformer import Transformer
+from treadle.serve.adapters import check_adapter
 from treadle.serve.batch import StepBatch, StepOutput, layer_groups
 from treadle.serve.capacity import Capacity, Wanted, fit_capacity
 from treadle.serve.kv_cache import KVFormat
 from treadle.serve.measure import Activations, step_bytes
 from treadle.serve.parallel_settings import ParallelSettings
-from treadle.serve.rank_commands import DropWeights, FreeCache, LoadWeights, MakeCache, Measure, Step
+from treadle.serve.rank_commands import (
+    DropAdapter,
+    DropWeights,
+    FreeCache,
+    LoadAdapter,
+    LoadWeights,
+    MakeCache,
+    Measure,
+    Step,
+)
 from treadle.serve.ranks import Ranks
+from treadle.serve.room import Reserve
 
 _numbers = itertools.count(1)  # of weights
 
@@ -90,33 +102,69 @@ def _what_all_have(spec: ModelSpec, fits: Sequence[tuple[ModelSpec, Capacity]]) 
 class ParallelRunner:
     """The weights of one number, on all ranks, and the cache that they read and write."""
 
-    def __init__(self, ranks: Ranks, weights: int = 0) -> None:
-        self.ranks, self.weights = ranks, weights
+    def __init__(self, ranks: Ranks, weights: int = 0, cache: MakeCache | None = None) -> None:
+        """`cache` is how the cache was made, so that it can be made again."""
+        self.ranks, self.weights, self._cache = ranks, weights, cache
+        self._gone: Transformer | None = None  # without values, in place of weights that were freed
+
+    @classmethod
+    def start(
+        cls, ranks: Ranks, blocks: Sequence[int], block_size: int, format: str, deterministic: bool
+    ) -> ParallelRunner:
+        """Make the cache on every rank; `blocks` are those of each layer group, with the one that nobody has."""
+        cache = MakeCache(list(blocks), block_size, format, deterministic)
+        ranks.all(cache)
+        return cls(ranks, 0, cache)
+
+    @property
+    def module(self) -> Transformer:
+        """The first rank's part of the model; on the meta device once the weights are gone."""
+        return self._gone or self.ranks.rank.weights[self.weights].module
 
     def step(self, batch: StepBatch) -> StepOutput:
         """Compute a step. Raises TreadleError, naming the rank, where one has failed: no further step is possible."""
         return self.ranks.step(Step(self.weights, batch))
 
-    def make_cache(self, blocks: Sequence[int], block_size: int, format: str, deterministic: bool) -> None:
-        """Make the cache on every rank; `blocks` are those of each layer group, with the one that nobody has."""
-        self.ranks.all(MakeCache(list(blocks), block_size, format, deterministic))
+    def load_adapter(self, slot: int, path: str, max_rank: int, reserve: Reserve) -> tuple[int, int]:
+        """Read an adapter on every rank; returns its rank and its bytes. Raises UserError."""
+        module = self.module
+        stored = check_adapter(module.spec, path, max_rank)
+        self.ranks.all(LoadAdapter(slot, path, reserve))
+        return stored.rank, stored.elements() * module.dtype.itemsize
 
-    def with_weights(self, path: str, dtype: torch.dtype | None) -> ParallelRunner:
+    def drop_adapter(self, slot: int) -> None:
+        """Free an adapter."""
+        if self.ranks.error is None:
+            self.ranks.all(DropAdapter(slot))
+
+    def with_weights(self, path: str, dtype: torch.dtype, reserve: Reserve) -> ParallelRunner:
         """Return a runner of other weights of the same model, on the same ranks and cache. Reading them takes long and
         may be done beside steps. Raises UserError."""
         number = next(_numbers)
         try:
-            self.ranks.all(LoadWeights(number, path, dtype_name(dtype)))
+            self.ranks.all(LoadWeights(number, path, dtype_name(dtype), reserve))
         except BaseException:
             if self.ranks.error is None:
                 self.ranks.all(DropWeights(number))
             raise
-        return ParallelRunner(self.ranks, number)
+        return ParallelRunner(self.ranks, number, self._cache)
 
     def forget(self) -> None:
         """Free the weights: nothing will be computed with them any more."""
+        self._gone = Transformer(self.module.spec, device="meta", dtype=self.module.dtype)
         if self.ranks.error is None:
             self.ranks.all(DropWeights(self.weights))
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Free the cache and, unless they are kept, the weights."""
+        self.ranks.all(FreeCache())
+        if not keep_weights:
+            self.forget()
+
+    def wake(self, step_bytes: int) -> None:
+        """Make the cache anew."""
+        assert self._cache is not None
+        self.ranks.all(self._cache)
 
     def close(self) -> None:
         """Free the cache; where a rank was lost, end the others."""

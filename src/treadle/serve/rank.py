@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from treadle.model.stages import Microbatch, ParallelModel
 from treadle.model.transformer import Transformer
 from treadle.parallel.mesh import Mesh
 from treadle.serve import rank_commands as commands
+from treadle.serve.adapters import AppliedAdapters, Terms
 from treadle.serve.batch import LayerGroup, StepBatch, StepOutput, layer_groups
 from treadle.serve.capacity import available_memory
 from treadle.serve.kv_cache import KVCache, KVFormat
@@ -21,6 +23,8 @@ from treadle.serve.measure import activations
 from treadle.serve.microbatches import cut_batch, microbatch_count
 from treadle.serve.model import parse_dtype
 from treadle.serve.paged import PagedContext
+from treadle.serve.room import WEIGHTS_WAY_OUT, Reserve, check_room
+from treadle.weights.adapter import open_adapter
 from treadle.weights.load import load_model
 
 
@@ -43,6 +47,8 @@ class Rank:
         """`model` is the path that "" stands for, `node_ranks` how many ranks share this machine."""
         self.mesh, self.model, self.node_ranks, self.deterministic = mesh, model, node_ranks, False
         self.weights: dict[int, ParallelModel] = {}
+        self.adapters: dict[int, Terms] = {}  # by slot
+        self._applied: dict[int, AppliedAdapters] = {}  # by the number of the weights
         self.cache: KVCache | None = None
         self._tensor, self._pipeline = mesh.tensor_group(), mesh.pipeline_group()
 
@@ -67,6 +73,11 @@ class Rank:
                 return self.load(command)
             case commands.DropWeights():
                 self.weights.pop(command.number, None)
+                self._applied.pop(command.number, None)
+            case commands.LoadAdapter():
+                self.load_adapter(command)
+            case commands.DropAdapter():
+                self.adapters.pop(command.slot, None)
             case commands.Measure():
                 return self.measure()
             case commands.MakeCache():
@@ -84,9 +95,14 @@ class Rank:
         device, batch = self.mesh.device, command.batch
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)  # of this thread
-        parts = cut_batch(batch, microbatch_count(batch, self.mesh.plan.pp))
-        with ops.row_invariant(self.deterministic):
-            logits, hidden = self.weights[command.weights](*map(self._microbatch, parts))
+        # Which rows an adapter is for is said once a step, so a step with adapters goes through the stages whole.
+        parts = [batch] if batch.adapters else cut_batch(batch, microbatch_count(batch, self.mesh.plan.pp))
+        model = self.weights[command.weights]
+        if batch.adapters and command.weights not in self._applied:
+            self._applied[command.weights] = AppliedAdapters(model.module, self.adapters)
+        applied = self._applied[command.weights].to_rows(batch.adapters, batch.counts) if batch.adapters else None
+        with ops.row_invariant(self.deterministic), applied or contextlib.nullcontext():
+            logits, hidden = model(*map(self._microbatch, parts))
         return StepOutput(logits.float(), hidden.float())
 
     def _microbatch(self, batch: StepBatch) -> Microbatch:
@@ -97,9 +113,7 @@ class Rank:
 
     def measure(self) -> dict[str, float]:
         """Return `available` bytes of memory, and the `fixed` ones and those for `each` token that a step takes."""
-        # Ranks of this machine share its memory where the device is the host.
-        sharing = self.node_ranks if self.mesh.device.type == "cpu" else 1
-        available = available_memory(self.mesh.device) // sharing
+        available = available_memory(self.mesh.device) // self._sharing
         measured = activations(self.module)
         return {"available": available, "fixed": measured.fixed, "each": measured.each}
 
@@ -111,6 +125,8 @@ class Rank:
         def lay(module: Transformer) -> None:
             self._check_same(module.spec)
             lay_out(module, Layout(module.spec, self.mesh.plan, self.mesh.rank), self._tensor)
+            needed = sum(parameter.nbytes for parameter in module.parameters())
+            self._check_room(f"this rank's part of {command.path}", needed, command.reserve, WEIGHTS_WAY_OUT)
 
         path = command.path or self.model
         module = load_model(path, parse_dtype(command.dtype), self.mesh.device, reports.append, lay)
@@ -119,6 +135,24 @@ class Rank:
         assert layout is not None
         owned = sum(layout.owned(name, parameter.shape) for name, parameter in module.named_parameters())
         return {"parameters": reports[0].parameters, "bytes": reports[0].bytes_read, "owned": owned}
+
+    def load_adapter(self, command: commands.LoadAdapter) -> None:
+        """Read this rank's part of an adapter. Raises UserError."""
+        module = self.module
+        stored = open_adapter(Transformer(module.spec, device="meta"), command.path)
+        needed = stored.elements() * module.dtype.itemsize
+        self._check_room(f"the adapter {command.path}", needed, command.reserve, "remove another one")
+        self.adapters[command.slot] = stored.terms(module)
+
+    def _check_room(self, what: str, needed: int, reserve: Reserve, way_out: str) -> None:
+        """Raise UserError where so many bytes do not fit beside the cache; at the start there is none."""
+        if self.cache is not None:
+            check_room(what, needed, self.cache, reserve, self._sharing, way_out)
+
+    @property
+    def _sharing(self) -> int:
+        """How many ranks share this one's memory: those of its machine where the device is the host."""
+        return self.node_ranks if self.mesh.device.type == "cpu" else 1
 
     def _check_same(self, spec: ModelSpec) -> None:
         """A cache that is there holds what was computed by a model of one shape."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from treadle.serve.batch import StepBatch
+from treadle.serve.room import NO_RESERVE, Reserve
 
 # More than a batch of thousands of sequences with full block tables takes; what is larger is no command of ours.
 MAX_MESSAGE_BYTES = 1 << 30
@@ -26,17 +27,35 @@ class Start(msgspec.Struct, tag=True):
 
 
 class LoadWeights(msgspec.Struct, tag=True):
-    """Read this rank's part of a model and keep it under a number; `path` "" is the model of the start."""
+    """Read this rank's part of a model and keep it under a number; `path` "" is the model of the start.
+
+    With a cache at hand, `reserve` is what must stay free beside it.
+    """
 
     number: int
     path: str
     dtype: str
+    reserve: Reserve = NO_RESERVE
 
 
 class DropWeights(msgspec.Struct, tag=True):
     """Forget the weights of a number."""
 
     number: int
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Read this rank's part of a LoRA adapter and keep it under a slot."""
+
+    slot: int
+    path: str
+    reserve: Reserve
+
+
+class DropAdapter(msgspec.Struct, tag=True):
+    """Forget the adapter of a slot."""
+
+    slot: int
 
 
 class Measure(msgspec.Struct, tag=True):
@@ -67,7 +86,7 @@ class Leave(msgspec.Struct, tag=True):
     """End well."""
 
 
-Command = LoadWeights | DropWeights | Measure | MakeCache | FreeCache | Step | Leave
+Command = LoadWeights | DropWeights | LoadAdapter | DropAdapter | Measure | MakeCache | FreeCache | Step | Leave
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -118,6 +137,8 @@ def describe(command: Command) -> str:
 _NAMES: dict[type, str] = {
     LoadWeights: "loading weights",
     DropWeights: "dropping weights",
+    LoadAdapter: "loading an adapter",
+    DropAdapter: "dropping an adapter",
     Measure: "measuring memory",
     MakeCache: "making the cache",
     FreeCache: "freeing the cache",

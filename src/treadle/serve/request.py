@@ -240,7 +240,8 @@ class Request:
     def begin_again(self) -> None:
         """Forget what other weights said of the prompt, unless it was told already."""
         if not self.completion_tokens:
-            self.prompt_logprobs, self.cached_tokens = [None], 0
+            self.cached_tokens = 0
+            self.prompt_logprobs = [None]
 
     def finish(self) -> None:
         """End, from any phase but the last."""

@@ -19,12 +19,16 @@ class Reserve:
 
     def cache_bytes(self, cache: KVCache) -> int:
         """Return the bytes that a cache will still claim."""
-        if cache.allocated and cache.device.type != "cpu":
+        if not self.fresh or (cache.allocated and cache.device.type != "cpu"):
             return 0
         return sum(
             fresh * cache.block_size * group_bytes_per_token(cache.spec, group, cache.format)
             for group, fresh in zip(cache.groups, self.fresh, strict=True)
         )
+
+
+NO_RESERVE = Reserve((), 0)
+WEIGHTS_WAY_OUT = "free some memory, lower kv_cache_memory, or start the server anew with the new weights"
 
 
 def check_room(what: str, needed: int, cache: KVCache, reserve: Reserve, sharing: int = 1, way_out: str = "") -> None:

@@ -12,9 +12,7 @@ from treadle.serve.adapters import AppliedAdapters, Terms, check_adapter, check_
 from treadle.serve.batch import StepBatch, StepOutput
 from treadle.serve.kv_cache import KVCache
 from treadle.serve.paged import PagedContext
-from treadle.serve.room import Reserve, check_room
-
-WEIGHTS_WAY_OUT = "free some memory, lower kv_cache_memory, or start the server anew with the new weights"
+from treadle.serve.room import WEIGHTS_WAY_OUT, Reserve, check_room
 
 
 class Runner(Protocol):

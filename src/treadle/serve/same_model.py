@@ -14,7 +14,7 @@ from treadle.weights.load import load_tokenizer
 
 
 def check_same_model(model: Model, path: str) -> None:
-    """Raise UserError naming what differs where the model at `path` is another one than `model`, but for its weights."""
+    """Raise UserError naming what differs where more than the weights of the model at `path` are not `model`'s."""
     spec = read_spec(open_checkpoint(path).config)
     # How parameters are drawn before training does not matter any more.
     differs = difference(model.spec, replace(spec, initializer_range=model.spec.initializer_range))

@@ -147,7 +147,7 @@ class Worker:
                 return
             if isinstance(call.command, commands.Step):
                 rank.step(call.command)
-            elif isinstance(call.command, commands.LoadWeights):
+            elif isinstance(call.command, commands.LoadWeights | commands.LoadAdapter):
                 threading.Thread(target=self._carry_out, args=(rank, call), daemon=True).start()
             else:
                 self._carry_out(rank, call)

@@ -48,7 +48,7 @@ class ScriptedEngine(EngineInterface):
                 )  # fmt: skip
         return _Ticket()
 
-    def command(self, name: str, **arguments: Any) -> Any:
+    def command(self, name: str, /, **arguments: Any) -> Any:
         raise NotImplementedError
 
     def close(self, timeout: float = 0.0) -> None:
