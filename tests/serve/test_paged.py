@@ -18,7 +18,7 @@ from treadle.model.context import PackedContext
 from treadle.model.rope import length_dependent_ropes, rope_regime
 from treadle.model.spec import AttentionSpec, ModelSpec
 from treadle.model.transformer import Transformer
-from treadle.ops.paged_cache import gather_reference
+from treadle.ops.paged_cache import gather
 from treadle.serve.batch import NULL_BLOCK, StepBatch, layer_groups
 from treadle.serve.kv_cache import KVCache, KVFormat, group_bytes_per_token
 from treadle.serve.paged import PagedContext
@@ -149,8 +149,8 @@ class Rounding(PackedContext):
             torch.zeros(2, heads, tokens, elements, dtype=self.format.dtype),
         )
         ops.paged_write(key, value, *caches, torch.arange(tokens, 2 * tokens))
-        found = gather_reference(*caches, torch.tensor([1]), tokens, tokens, size)
-        key, value = (x.transpose(0, 1).contiguous().float() for x in found)
+        found = gather(*caches, torch.tensor([1]), tokens, size)
+        key, value = (x.contiguous().float() for x in found)
         return super().attend(layer, spec, query, key, value, sinks)
 
 

@@ -10,16 +10,11 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from treadle.ops import native
-from treadle.ops.attention import PADDED_TO, attend
+from treadle.ops.attention import attend
 from treadle.ops.native import abi
-from treadle.ops.paged_cache import describe, fits_native, gather_native, gather_reference
+from treadle.ops.paged_cache import describe, fits_native, gather
 from treadle.ops.registry import Operator
 from treadle.ops.tensors import like
-
-# From this many new rows on, a sequence's attention is a matrix product rather than a read of its cache.
-LONG_ROWS = 16
-# A sequence's rows are cut so that no mask has more elements than this.
-MASK_ELEMENTS = 1 << 22
 
 
 class _Sequence(NamedTuple):
@@ -32,10 +27,6 @@ class _Sequence(NamedTuple):
     blocks: list[int]
     first: int
     length: int
-
-    @property
-    def new(self) -> int:
-        return self.rows.stop - self.rows.start
 
 
 def paged_attention_reference(
@@ -54,11 +45,8 @@ def paged_attention_reference(
     out = like(q)
     for one in _sequences(q, key_cache, tables, starts, lengths, window):
         blocks = torch.tensor(one.blocks, device=q.device)
-        keys, values = (
-            x.transpose(0, 1)
-            for x in gather_reference(key_cache, value_cache, blocks, one.length, one.length, q.shape[-1])
-        )
-        step = 1 if by_rows else one.new
+        keys, values = gather(key_cache, value_cache, blocks, one.length, q.shape[-1])
+        step = 1 if by_rows else one.rows.stop - one.rows.start
         for begin in range(one.rows.start, one.rows.stop, step):
             rows = slice(begin, begin + step)
             stop = one.length - (one.rows.stop - rows.stop)
@@ -109,92 +97,6 @@ def _outside(q: Tensor, cache: Tensor) -> str:
     )
 
 
-def _attend_many(
-    q: Tensor,
-    keys: Float[Tensor, "K P E"],
-    values: Float[Tensor, "K P E"],
-    one: _Sequence,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Return the attention of one sequence's rows by matrix products; keys and values are padded."""
-    if softcap != 0.0 or sinks is not None or q.dtype not in (torch.float32, torch.bfloat16):
-        keys, values = (x.transpose(0, 1)[one.first : one.length] for x in (keys, values))
-        return attend(q, keys, values, scale, window, softcap, sinks)[0]
-    out = like(q)
-    step = max(PADDED_TO, MASK_ELEMENTS // keys.shape[1] // PADDED_TO * PADDED_TO)
-    for begin in range(0, one.new, step):
-        rows = slice(begin, min(begin + step, one.new))
-        out[rows] = _flash(q[rows], keys, values, one.length - one.new + begin, one.first, scale, window)
-    return out
-
-
-def _flash(q: Tensor, keys: Tensor, values: Tensor, past: int, first: int, scale: float, window: int) -> Tensor:
-    """PyTorch's blockwise attention. It compiles its matrix products for each length that it meets, so that the rows
-    are padded to few lengths, as the keys are."""
-    new = q.shape[0]
-    padded = -(-new // PADDED_TO) * PADDED_TO
-    keys, values = (x[:, : -(-(past + new) // PADDED_TO) * PADDED_TO] for x in (keys, values))
-    row = torch.arange(past, past + padded)[:, None]
-    column = torch.arange(keys.shape[1])
-    seen = (column <= row) & (column >= first)
-    if window:
-        seen &= column > row - window
-    # Padding rows see what the last row sees, so that they are finite where that row is.
-    seen[new:] = seen[new - 1]
-    mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)
-    q = torch.cat((q, q[-1:].expand(padded - new, -1, -1)))
-    part, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(0, 1)[None], keys[None], values[None], 0.0, False, attn_mask=mask, scale=scale
-    )
-    return part[0, :, :new].transpose(0, 1)
-
-
-def _long(q: Tensor, tables: Tensor, one: _Sequence) -> tuple[Tensor, int]:
-    """Return a long sequence's blocks as a tensor, and the length that its keys are padded to."""
-    return torch.tensor(one.blocks), -(-one.length // PADDED_TO) * PADDED_TO
-
-
-def _fits_flash(q: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> bool:
-    by_rows = rest[7] if len(rest) > 7 else False
-    return (
-        q.is_cpu
-        and q.dtype in (torch.float32, torch.bfloat16)
-        and q.dim() == 3
-        and key_cache.dim() == 4
-        and q.shape[1] % key_cache.shape[1] == 0
-        and not by_rows
-    )
-
-
-@PAGED_ATTENTION.kernel(
-    "pytorch_flash", needs=lambda: "", accepts=_fits_flash, takes="float32 or bfloat16 on CPU; not by rows"
-)
-def _flash_kernel(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    by_rows: bool = False,
-) -> Tensor:
-    out = like(q)
-    for one in _sequences(q, key_cache, tables, starts, lengths, window):
-        blocks, padded = _long(q, tables, one)
-        keys, values = gather_reference(key_cache, value_cache, blocks, one.length, padded, q.shape[-1])
-        out[one.rows] = _attend_many(
-            q[one.rows], keys.to(q.dtype), values.to(q.dtype), one, scale, window, softcap, sinks
-        )
-    return out
-
-
 _paged = abi.function("paged_attention")
 
 
@@ -229,16 +131,15 @@ def _native(
     sinks: Tensor | None = None,
     by_rows: bool = False,
 ) -> Tensor:
-    """Sequences of few new rows all go to the native kernel at once, those of more one by one to matrix products."""
-    out = like(q)
-    size, tokens = q.shape[-1], q.shape[0]
+    """Every row goes its own way here, so that `by_rows` asks for nothing more."""
+    out, rows = like(q), abi.by_rows(q)
     tables, starts, lengths = (x.to(torch.int32).contiguous() for x in (tables, starts, lengths))
-    most = tokens if by_rows else LONG_ROWS - 1
-    rows = abi.by_rows(q)
+    if starts.shape[0] != tables.shape[0] + 1 or lengths.shape[0] != tables.shape[0]:
+        raise ValueError(_outside(q, key_cache))
     floats = None if sinks is None else sinks.float().contiguous()
     arguments = abi.PagedAttention(
         abi.DTYPES[q.dtype],
-        describe(size, key_cache, value_cache),
+        describe(q.shape[-1], key_cache, value_cache),
         q.shape[1],
         scale,
         softcap,
@@ -250,19 +151,10 @@ def _native(
         tables.data_ptr(),
         starts.data_ptr(),
         lengths.data_ptr(),
-        tokens,
-        most,
+        q.shape[0],
     )
-    if starts.shape[0] != tables.shape[0] + 1 or lengths.shape[0] != tables.shape[0]:
+    if not _paged(arguments, q.shape[0], torch.get_num_threads()):
         raise ValueError(_outside(q, key_cache))
-    if not _paged(arguments, tokens, torch.get_num_threads()):
-        raise ValueError(_outside(q, key_cache))
-    if tokens > most:  # perhaps one sequence has them all
-        for one in _sequences(q, key_cache, tables, starts, lengths, window):
-            if one.new > most:
-                blocks, padded = _long(q, tables, one)
-                keys, values = gather_native(key_cache, value_cache, blocks, one.length, padded, size, q.dtype)
-                out[one.rows] = _attend_many(q[one.rows], keys, values, one, scale, window, softcap, sinks)
     return out
 
 

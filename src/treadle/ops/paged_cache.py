@@ -255,10 +255,14 @@ def paged_write(
     PAGED_WRITE.call(key, value, key_cache, value_cache, rows)
 
 
-def gather_reference(
-    key_cache: Tensor, value_cache: Tensor, blocks: Int[Tensor, "B"], length: int, padded: int, size: int
-) -> tuple[Float[Tensor, "K P E"], Float[Tensor, "K P E"]]:
-    """Return the keys and values of the first `length` entries of blocks laid end to end, then zeros up to `padded`."""
+def gather(
+    key_cache: Shaped[Tensor, "N K R C"],
+    value_cache: Shaped[Tensor, "N K C R"],
+    blocks: Int[Tensor, "B"],
+    length: int,
+    size: int,
+) -> tuple[Float[Tensor, "L K E"], Float[Tensor, "L K E"]]:
+    """Return the keys and values of the first `length` entries of blocks laid end to end; heads are of `size`."""
     record = record_of(size, key_cache, value_cache)
     keys = _raw(key_cache).transpose(0, 1).index_select(1, blocks).transpose(2, 3).flatten(1, 2)[:, :length]
     values = _raw(value_cache).transpose(0, 1).index_select(1, blocks).flatten(1, 2)[:, :length]
@@ -268,34 +272,5 @@ def gather_reference(
             x = dequantized(x, record)
         elif x.dtype != key_cache.dtype:
             x = x.contiguous().view(key_cache.dtype).float()
-        found.append(torch.nn.functional.pad(x, (0, 0, 0, padded - length)))
+        found.append(x.transpose(0, 1))
     return found[0], found[1]
-
-
-_gather = abi.function("paged_gather")
-
-
-def gather_native(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    blocks: Int[Tensor, "B"],
-    length: int,
-    padded: int,
-    size: int,
-    dtype: torch.dtype,
-) -> tuple[Float[Tensor, "K P E"], Float[Tensor, "K P E"]]:
-    """The same in `dtype` by the native kernel, for caches that `fits_native` accepts."""
-    keys, values = (torch.empty(key_cache.shape[1], padded, size, dtype=dtype) for _ in range(2))
-    blocks = blocks.to(torch.int32).contiguous()
-    arguments = abi.PagedGather(
-        abi.DTYPES[dtype],
-        describe(size, key_cache, value_cache),
-        blocks.data_ptr(),
-        length,
-        padded,
-        keys.data_ptr(),
-        values.data_ptr(),
-    )
-    if not _gather(arguments, blocks.shape[0], torch.get_num_threads()):
-        raise ValueError(_outside(key_cache))
-    return keys, values

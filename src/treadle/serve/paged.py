@@ -55,8 +55,6 @@ class PagedContext:
         self.lengths: Int[Tensor, "S"] = tensor(lengths, torch.int32)
         self.rows: Int[Tensor, "R"] = tensor(np.array(batch.rows, dtype=np.int64))
         self.pooled: Int[Tensor, "P"] = tensor(np.array(batch.pooled, dtype=np.int64))
-        longest = int(counts.max(initial=0))
-        self._fresh = longest if longest > 1 and not pasts.any() and not deterministic else 0
         self.rope = RopeTables(tensor(positions), tensor(np.array(batch.rope_lengths, dtype=np.int64)[sequences]))
 
     def attend(
@@ -72,10 +70,6 @@ class PagedContext:
         group = self.cache.group_of[layer]
         keys, values = self.cache.layer(layer)
         ops.paged_write(key, value, keys, values, self._written[group])
-        if self._fresh and keys.dtype == key.dtype:  # whole sequences, which nothing rounds: what training runs
-            return ops.packed_attention(
-                query, key, value, self.starts, self._fresh, spec.scale, spec.window, spec.softcap, sinks
-            )
         return ops.paged_attention(
             query,
             keys,

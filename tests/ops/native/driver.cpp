@@ -24,7 +24,6 @@ std::int32_t treadle_gated_activation_backward(const GatedActivation*, std::int6
 std::int32_t treadle_rope(const Rope*, std::int64_t, std::int32_t);
 std::int32_t treadle_cross_entropy(const CrossEntropy*, std::int64_t, std::int32_t);
 std::int32_t treadle_paged_write(const PagedWrite*, std::int64_t, std::int32_t);
-std::int32_t treadle_paged_gather(const PagedGather*, std::int64_t, std::int32_t);
 std::int32_t treadle_paged_attention(const PagedAttention*, std::int64_t, std::int32_t);
 std::int32_t treadle_sample(const Sample*, std::int64_t, std::int32_t);
 std::int64_t treadle_exchange_bytes(std::int32_t, std::int64_t);
@@ -161,16 +160,11 @@ void paged(DType type, CacheType kind, std::int64_t size, std::int64_t block_siz
   Memory key(type, tokens * kv_heads * size), value(type, tokens * kv_heads * size);
   const PagedWrite write{type, cache, key.rows(size), value.rows(size), rows.data()};
   expect(treadle_paged_write(&write, tokens, threads), 0);
-  Memory all_keys(type, kv_heads * 64 * size), all_values(type, kv_heads * 64 * size);
-  const PagedGather gather{type, cache, tables.data() + width, lengths[1], 64, all_keys.data(), all_values.data()};
-  const std::int64_t held = (lengths[1] + block_size - 1) / block_size;
-  expect(treadle_paged_gather(&gather, held, threads), 0);
-  expect(treadle_paged_gather(&gather, held - 1, threads), -2);
   Memory q(type, 30 * heads * size), out(type, 30 * heads * size), sinks(kFloat32, heads);
   for (const std::int64_t window : {0, 9, 1050}) {
     PagedAttention attention{type, cache, heads, 0.3f, window == 9 ? 2.0f : 0.0f, window, q.rows(size), out.rows(size),
                              window == 9 ? static_cast<const float*>(sinks.data()) : nullptr, sequences, width,
-                             tables.data(), starts, lengths, 30, 30};
+                             tables.data(), starts, lengths, 30};
     expect(treadle_paged_attention(&attention, 30, threads), 0);
     attention.tokens = 29;
     expect(treadle_paged_attention(&attention, 30, threads), -2);

@@ -68,14 +68,6 @@ PagedCache = _structure(
 PagedWrite = _structure(
     "PagedWrite", ("type", _I32), ("cache", PagedCache), *_named(Rows, "key value"), ("rows", _POINTER)
 )
-PagedGather = _structure(
-    "PagedGather",
-    ("type", _I32),
-    ("cache", PagedCache),
-    ("blocks", _POINTER),
-    *_named(_I64, "length padded"),
-    *_named(_POINTER, "keys values"),
-)
 PagedAttention = _structure(
     "PagedAttention",
     ("type", _I32),
@@ -87,7 +79,7 @@ PagedAttention = _structure(
     ("sinks", _POINTER),
     *_named(_I64, "sequences width"),
     *_named(_POINTER, "tables starts lengths"),
-    *_named(_I64, "tokens most_rows"),
+    ("tokens", _I64),
 )
 
 # In the order in which the library's `treadle_size` counts them.
@@ -101,7 +93,6 @@ STRUCTURES = (
     Sample,
     PagedCache,
     PagedWrite,
-    PagedGather,
     PagedAttention,
 )
 

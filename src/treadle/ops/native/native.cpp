@@ -97,13 +97,13 @@ const Kernels& chosen_kernels() { return *chosen().load(); }
 using namespace treadle;
 
 // Changes whenever a function's meaning does; the Python side refuses a library of another number.
-TREADLE_EXPORT int32_t treadle_abi() { return 4; }
+TREADLE_EXPORT int32_t treadle_abi() { return 5; }
 
 // The size in bytes of the argument structure at `index`, so that the Python side can compare its own; -1 beyond the last.
 TREADLE_EXPORT int32_t treadle_size(int32_t index) {
   constexpr std::size_t sizes[] = {sizeof(Rows),       sizeof(RmsNorm),      sizeof(RmsNormBackward), sizeof(GatedActivation),
                                    sizeof(Rope),       sizeof(CrossEntropy), sizeof(Sample),          sizeof(PagedCache),
-                                   sizeof(PagedWrite), sizeof(PagedGather),  sizeof(PagedAttention)};
+                                   sizeof(PagedWrite), sizeof(PagedAttention)};
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   return index >= 0 && index < count ? static_cast<int32_t>(sizes[index]) : -1;
 }

@@ -18,24 +18,9 @@ using std::int64_t;
 constexpr int32_t kShort = -1, kOutside = -2;
 // A task is worth waking a thread for from about this many elements on.
 constexpr int64_t kTaskElements = 16384;
+constexpr int64_t kWriteWork = 16;  // what quantizing an element costs, in elements that are only read
 
 int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
-template <class Arguments>
-void run_ranges(void (*function)(const Arguments&, int64_t, int64_t), const Arguments& arguments, int64_t count,
-                int64_t width, int32_t threads) {
-  struct Call {
-    void (*function)(const Arguments&, int64_t, int64_t);
-    const Arguments* arguments;
-    int64_t count, each;
-  } call{function, &arguments, count, width >= kTaskElements ? 1 : kTaskElements / width};
-  const auto task = [](const void* data, int64_t index) {
-    const auto& c = *static_cast<const Call*>(data);
-    const int64_t begin = index * c.each, end = begin + c.each;
-    c.function(*c.arguments, begin, end < c.count ? end : c.count);
-  };
-  run_tasks(threads, divided_up(count, call.each), task, &call);
-}
 
 // The entries of one sequence that a row sees begin here.
 int64_t first_seen(const PagedAttention& a, int64_t seen) {
@@ -80,7 +65,6 @@ struct Plan {
     const int64_t most = group >= kTileHeads ? 1 : kTileHeads / group;
     for (int64_t s = 0; s < a->sequences; ++s) {
       const int64_t count = a->starts[s + 1] - a->starts[s];
-      if (count > a->most_rows) continue;
       for (int64_t row = 0; row < count; row += most) {
         const int64_t rows = count - row < most ? count - row : most, seen = a->lengths[s] - count + row + 1;
         const int64_t part = first_seen(*a, seen) / kPartKeys;
@@ -132,24 +116,23 @@ struct Plan {
 using namespace treadle;
 
 TREADLE_EXPORT int32_t treadle_paged_write(const PagedWrite* a, int64_t tokens, int32_t threads) {
-  if (tokens <= 0) return 0;
   for (int64_t token = 0; token < tokens; ++token)
     if (a->rows[token] < 0 || a->rows[token] >= a->cache.blocks * a->cache.block_size) return kOutside;
-  run_ranges(chosen_kernels().paged->write, *a, tokens, 8 * a->cache.kv_heads * a->cache.size, threads);
+  struct Call {
+    const PagedWrite* a;
+    const PagedKernels* kernels;
+    int64_t tokens, each;
+  } call{a, chosen_kernels().paged, tokens, 1 + kTaskElements / (1 + kWriteWork * a->cache.kv_heads * a->cache.size)};
+  const auto task = [](const void* data, int64_t index) {
+    const auto& c = *static_cast<const Call*>(data);
+    const int64_t begin = index * c.each, end = begin + c.each;
+    c.kernels->write(*c.a, begin, end < c.tokens ? end : c.tokens);
+  };
+  run_tasks(threads, divided_up(tokens, call.each), task, &call);
   return 0;
 }
 
-TREADLE_EXPORT int32_t treadle_paged_gather(const PagedGather* a, int64_t blocks, int32_t threads) {
-  if (a->padded <= 0) return 0;
-  if (a->length > blocks * a->cache.block_size || a->length > a->padded) return kOutside;
-  for (int64_t block = 0; block < blocks; ++block)
-    if (a->blocks[block] < 1 || a->blocks[block] >= a->cache.blocks) return kOutside;
-  run_ranges(chosen_kernels().paged->gather, *a, a->cache.kv_heads * divided_up(a->padded, a->cache.block_size),
-             2 * a->cache.block_size * a->cache.size, threads);
-  return 0;
-}
-
-TREADLE_EXPORT int32_t treadle_paged_attention(const PagedAttention* a, int64_t, int32_t threads) {
+TREADLE_EXPORT int32_t treadle_paged_attention(const PagedAttention* a, int64_t /*tokens*/, int32_t threads) {
   if (!inside(*a)) return kOutside;
   try {
     Plan plan{a, chosen_kernels().paged, {}, {}, {}};

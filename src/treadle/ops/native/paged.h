@@ -19,7 +19,7 @@ namespace treadle {
 
 enum CacheType : std::int32_t { kCacheFloat32 = 0, kCacheBFloat16 = 1, kCacheInt8 = 2, kCacheInt4 = 3 };
 
-constexpr std::int64_t kMostHeadSize = 512, kMostGroups = 16, kGroupSize = 32;  // also in paged_attention.py
+constexpr std::int64_t kMostHeadSize = 512, kMostGroups = 16, kGroupSize = 32;  // the first also in paged_cache.py
 
 struct PagedCache {
   CacheType type;
@@ -34,15 +34,6 @@ struct PagedWrite {
   const std::int64_t* rows;      // where each token goes: block * block_size + entry
 };
 
-// Entries of one sequence become dense rows, turned back.
-struct PagedGather {
-  DType type;
-  PagedCache cache;
-  const std::int32_t* blocks;    // laid end to end
-  std::int64_t length, padded;   // the entries wanted; the rows that `keys` has for each head, the rest of which become 0
-  void *keys, *values;           // [kv_heads, padded, size]
-};
-
 struct PagedAttention {
   DType type;
   PagedCache cache;
@@ -54,7 +45,6 @@ struct PagedAttention {
   std::int64_t sequences, width; // tables has `width` columns
   const std::int32_t *tables, *starts, *lengths;
   std::int64_t tokens;           // rows of q
-  std::int64_t most_rows;        // sequences of more new rows than this are left out
 };
 
 // Consecutive new rows of one sequence; the first sees `seen` entries, each further one one more.
@@ -66,15 +56,13 @@ struct PagedTile {
 // A row's entries are taken in parts that begin at multiples of this many, each by itself, and then combined in order:
 // so the result is the same bit for bit whether one thread takes all of them or each takes one.
 constexpr std::int64_t kPartKeys = 1024;
-constexpr std::int64_t kTileHeads = 12;  // query heads that are done together
+constexpr std::int64_t kTileHeads = 16;  // query heads that are done together
 
 constexpr std::int64_t state_size(std::int64_t size) { return size + 2; }
 
 struct PagedKernels {
   // Tokens begin .. end-1.
   void (*write)(const PagedWrite&, std::int64_t begin, std::int64_t end);
-  // Units begin .. end-1, of which each is a (key-value head, block).
-  void (*gather)(const PagedGather&, std::int64_t begin, std::int64_t end);
   // A tile's heads of one key-value head: all parts; or, with `states`, part `part` alone, whose result goes there as
   // [rows of the tile, heads of the group, state_size].
   void (*attend)(const PagedAttention&, const PagedTile&, std::int64_t kv_head, std::int64_t part, float* states);

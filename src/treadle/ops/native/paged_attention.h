@@ -176,14 +176,19 @@ void score_span(const PagedAttention& a, const Record<Cache>& r, const int32_t* 
 
 // Turns a head's scores of a span into weights and lets its running sums keep up.
 inline void weigh(const PagedAttention& a, PagedHead& head, int64_t size, int64_t groups) {
+  float* weights = head.weights;
+  const int32_t low = static_cast<int32_t>(head.low), high = static_cast<int32_t>(head.high);
+  if (a.softcap != 0.0f) {
+    const float cap = a.softcap;
+#pragma omp simd
+    for (int32_t j = 0; j < kSpan; ++j) weights[j] = cap * tanh_of(weights[j] / cap);
+  }
   float top = head.top;
   int32_t undefined = 0;
 #pragma omp simd reduction(max : top) reduction(| : undefined)
-  for (int64_t j = 0; j < kSpan; ++j) {
-    float score = head.weights[j];
-    if (a.softcap != 0.0f) score = a.softcap * tanh_of(score / a.softcap);
-    score = select(j >= head.low && j < head.high, score, -__builtin_inff());
-    head.weights[j] = score;
+  for (int32_t j = 0; j < kSpan; ++j) {
+    const float score = select((j >= low) & (j < high), weights[j], -__builtin_inff());
+    weights[j] = score;
     top = score > top ? score : top;
     undefined |= score != score;
   }
@@ -191,10 +196,10 @@ inline void weigh(const PagedAttention& a, PagedHead& head, int64_t size, int64_
   const float base = top == -__builtin_inff() ? 0.0f : top;
   float total = 0.0f;
 #pragma omp simd reduction(+ : total)
-  for (int64_t j = 0; j < kSpan; ++j) {
-    const float weight = exp_of(head.weights[j] - base);
-    head.weights[j] = select(j >= head.low && j < head.high, weight, 0.0f);
-    total += head.weights[j];
+  for (int32_t j = 0; j < kSpan; ++j) {
+    const float weight = select((j >= low) & (j < high), exp_of(weights[j] - base), 0.0f);
+    weights[j] = weight;
+    total += weight;
   }
   if (head.top != top) {
     const float shrink = exp_of(head.top - base);
@@ -224,14 +229,19 @@ void take_span(const PagedAttention& a, const Record<Cache>& r, const int32_t* t
     heads[seeing++] = &head;
   }
   if (seeing == 0) return;
-  score_span<Cache>(a, r, table, kv_head, start, low, high, heads, seeing);
   Span<Cache> span;
   const int64_t size = a.cache.block_size;
-  for (int64_t j = low; j < high; ++j) {
+  for (int64_t j = low; j < high;) {
     const int64_t block = (start + j) / size, entry = (start + j) % size;
-    span.values[j] = static_cast<const typename Cache::Element*>(a.cache.values) +
-                     ((table[block] * a.cache.kv_heads + kv_head) * size + entry) * r.elements;
+    const int64_t some = size - entry < high - j ? size - entry : high - j;
+    const auto* value = static_cast<const typename Cache::Element*>(a.cache.values) +
+                        ((table[block] * a.cache.kv_heads + kv_head) * size + entry) * r.elements;
+    // They come while the scores are computed.
+    for (int64_t byte = 0; byte < some * r.elements * static_cast<int64_t>(sizeof *value); byte += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(value) + byte);
+    for (const int64_t stop = j + some; j < stop; ++j, value += r.elements) span.values[j] = value;
   }
+  score_span<Cache>(a, r, table, kv_head, start, low, high, heads, seeing);
   for (int64_t h = 0; h < seeing; ++h) weigh(a, *heads[h], r.size, Cache::kBits == 0 ? 0 : r.groups);
   // Heads of rows that do not see the same entries go one by one: what a row does not see, it must not read.
   const int64_t together = alike ? kHeadsAtOnce : 1;

@@ -1,4 +1,4 @@
-// Writing to a paged cache and reading whole entries back; the layout is told in paged.h. Included by paged_kernels.cpp.
+// How a paged cache holds its elements, and writing to it; the layout is told in paged.h. Included by paged_kernels.cpp.
 #pragma once
 #include "lanes.h"
 #include "paged.h"
@@ -76,18 +76,31 @@ inline int32_t scale_above(float value) {
   return value <= scale_of(kMostScale) ? (code < 0 ? 0 : code) : kNanScale;
 }
 
-// Turns a head in place; the matrix is its own inverse.
+inline void butterflies(const float* __restrict from, float* __restrict to, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = from[i], b = from[i + half];
+    to[2 * i] = a + b;
+    to[2 * i + 1] = a - b;
+  }
+}
+
+// Turns a head in place; the matrix is its own inverse. Each stage adds and subtracts what the highest bit of the index
+// tells apart and makes that bit the lowest, so that all stages are alike (Pease 1968) and the order is the old one after
+// the last.
 inline void turn(float* x, int64_t size) {
   const int64_t span = size & -size;
-  for (int64_t step = 1; step < span; step *= 2)
-    for (int64_t block = 0; block < size; block += 2 * step)
-      for (int64_t i = block; i < block + step; ++i) {
-        const float a = x[i], b = x[i + step];
-        x[i] = a + b;
-        x[i + step] = a - b;
-      }
   const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(span));
-  for (int64_t i = 0; i < size; ++i) x[i] *= scale;
+  float other[kMostHeadSize];
+  for (int64_t begin = 0; begin < size; begin += span) {
+    float *from = x + begin, *to = other;
+    for (int64_t step = 1; step < span; step *= 2) {
+      butterflies(from, to, span / 2);
+      float* const swapped = from;
+      from = to;
+      to = swapped;
+    }
+    for (int64_t i = 0; i < span; ++i) x[begin + i] = from[i] * scale;
+  }
 }
 
 inline float clamped(float value, float most) {
@@ -154,20 +167,6 @@ void make_record(const Record<Cache>& r, float* x, typename Cache::Element* reco
   }
 }
 
-template <class Cache>
-void read_record(const Record<Cache>& r, const typename Cache::Element* record, float* x) {
-  if constexpr (Cache::kBits == 0) {
-    for (int64_t i = 0; i < r.size; ++i) x[i] = load(record + i);
-  } else {
-    for (int64_t g = 0; g < r.groups; ++g) {
-      const float scale = scale_of(record[r.codes + g]), zero = record[r.codes + r.groups + g] * Cache::kZeroStep;
-      for (int64_t i = g * r.group; i < r.end_of(g); ++i)
-        x[i] = scale * (Cache::element(record + r.place(i), r.high(i)) - zero);
-    }
-    turn(x, r.size);
-  }
-}
-
 template <class Cache, class T>
 void write_tokens(const PagedWrite& a, int64_t begin, int64_t end) {
   using Element = typename Cache::Element;
@@ -191,34 +190,6 @@ void write_tokens(const PagedWrite& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class Cache, class T>
-void gather_units(const PagedGather& a, int64_t begin, int64_t end) {
-  using Element = typename Cache::Element;
-  const Record<Cache> r(a.cache.size);
-  const int64_t size = a.cache.block_size, blocks = (a.padded + size - 1) / size;
-  float x[kMostHeadSize];
-  Element record[kMostHeadSize + 2 * kMostGroups];
-  for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t head = unit / blocks, first = unit % blocks * size;
-    const int64_t stop = first + size < a.padded ? first + size : a.padded;
-    T* keys = static_cast<T*>(a.keys) + head * a.padded * r.size;
-    T* values = static_cast<T*>(a.values) + head * a.padded * r.size;
-    for (int64_t row = first; row < stop; ++row) {
-      if (row >= a.length) {
-        for (int64_t i = 0; i < r.size; ++i) store(keys + row * r.size + i, 0.0f), store(values + row * r.size + i, 0.0f);
-        continue;
-      }
-      const int64_t start = (a.blocks[unit % blocks] * a.cache.kv_heads + head) * size * r.elements;
-      const Element* key = static_cast<const Element*>(a.cache.keys) + start + (row - first);
-      for (int64_t i = 0; i < r.elements; ++i) record[i] = key[i * size];
-      read_record<Cache>(r, record, x);
-      for (int64_t i = 0; i < r.size; ++i) store(keys + row * r.size + i, x[i]);
-      read_record<Cache>(r, static_cast<const Element*>(a.cache.values) + start + (row - first) * r.elements, x);
-      for (int64_t i = 0; i < r.size; ++i) store(values + row * r.size + i, x[i]);
-    }
-  }
-}
-
 // Calls `function` with the cache's type as its template argument.
 template <class Function>
 void with_cache(CacheType type, Function&& function) {
@@ -234,13 +205,6 @@ void paged_write(const PagedWrite& a, int64_t begin, int64_t end) {
   with_cache(a.cache.type, [&](auto cache) {
     using Cache = decltype(cache);
     a.type == kFloat32 ? write_tokens<Cache, float>(a, begin, end) : write_tokens<Cache, bf16>(a, begin, end);
-  });
-}
-
-void paged_gather(const PagedGather& a, int64_t begin, int64_t end) {
-  with_cache(a.cache.type, [&](auto cache) {
-    using Cache = decltype(cache);
-    a.type == kFloat32 ? gather_units<Cache, float>(a, begin, end) : gather_units<Cache, bf16>(a, begin, end);
   });
 }
 

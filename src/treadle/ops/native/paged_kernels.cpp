@@ -11,7 +11,7 @@ namespace treadle {
 namespace TREADLE_VARIANT {
 
 extern const PagedKernels paged_kernels;
-const PagedKernels paged_kernels = {paged_write, paged_gather, paged_attend, paged_combine};
+const PagedKernels paged_kernels = {paged_write, paged_attend, paged_combine};
 
 }  // namespace TREADLE_VARIANT
 }  // namespace treadle
