@@ -114,6 +114,14 @@ def serve(
     reasoning_parser: str = typer.Option(
         None, help="How the model marks its reasoning: think, mistral, none or auto (default: auto)."
     ),
+    enable_lora: bool = typer.Option(
+        None, "--enable-lora", help="Set memory aside for adapters at the start (default: off)."
+    ),
+    lora_modules: list[str] = typer.Option(
+        [], help="An adapter to begin with, as NAME=FOLDER of a PEFT adapter; repeat it for more (default: none)."
+    ),
+    max_loras: int = typer.Option(None, help="Adapters that are loaded at once (default: 8)."),
+    max_lora_rank: int = typer.Option(None, help="The largest rank of an adapter (default: 64)."),
     trust_remote_code: bool = typer.Option(
         None, "--trust-remote-code", help="Accepted; no remote code is ever run (default: off)."
     ),

@@ -63,7 +63,17 @@ def read_settings(config: str | Path | None, given: dict[str, Any]) -> ServeSett
     tree |= {name: value for name, value in given.items() if value not in (None, [], ())}
     if "model" not in tree:
         raise UserError("no model was named; give its folder or file, or set 'model' in the --config file")
+    if isinstance(tree.get("lora_modules"), list):
+        tree["lora_modules"] = dict(_named(one) for one in tree["lora_modules"])
     for name in ("served_model_name", "allowed_origins"):
         if isinstance(tree.get(name), str):
             tree[name] = [tree[name]]
     return parse_settings(ServeSettings, tree, source=str(config or "the command line"))
+
+
+def _named(text: Any) -> tuple[str, str]:
+    """Return (name, folder) of an adapter. Raises UserError."""
+    name, equals, folder = str(text).partition("=")
+    if not name or not equals or not folder:
+        raise UserError(f"lora_modules: '{text}' must be NAME=FOLDER, such as 'poet=adapters/poet'")
+    return name, folder
