@@ -131,8 +131,8 @@ def test_its_python_examples_run(served: Served, capsys: pytest.CaptureFixture[s
 
 
 def test_its_calls_of_curl_are_answered(served: Served) -> None:
-    """The same requests, without depending on curl itself."""
-    asked = [words for words in commands("curl") if not any(word.startswith("https:") for word in words)]
+    """The same requests, without depending on curl itself; test_admin.py has those that change the server."""
+    asked = [words for words in commands("curl") if not any(part in " ".join(words) for part in ("https:", "SECRET"))]
     assert len(asked) >= 5
     for words in asked:
         headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")

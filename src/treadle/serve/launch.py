@@ -51,6 +51,7 @@ def serve(settings: ServeSettings) -> None:
             client,
             names,
             settings.api_key or None,
+            admin_key=settings.admin_key or None,
             allowed_origins=settings.allowed_origins,
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,

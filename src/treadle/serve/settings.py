@@ -64,7 +64,10 @@ def read_settings(config: str | Path | None, given: dict[str, Any]) -> ServeSett
     if "model" not in tree:
         raise UserError("no model was named; give its folder or file, or set 'model' in the --config file")
     if isinstance(tree.get("lora_modules"), list):
-        tree["lora_modules"] = dict(_named(one) for one in tree["lora_modules"])
+        named = [_named(one) for one in tree["lora_modules"]]
+        tree["lora_modules"] = dict(named)
+        if len(tree["lora_modules"]) < len(named):
+            raise UserError("lora_modules names an adapter twice; give each one a name of its own")
     for name in ("served_model_name", "allowed_origins"):
         if isinstance(tree.get(name), str):
             tree[name] = [tree[name]]

@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.middleware.cors import CORSMiddleware
 
 from treadle.config import Settings, parse_settings
+from treadle.serve.api.admin import add_admin
 from treadle.serve.api.chat import add_chat
 from treadle.serve.api.completions import add_completions
 from treadle.serve.api.embeddings import add_embeddings
@@ -29,6 +30,7 @@ class ApiSettings(Settings):
     """What a server's HTTP side is started with."""
 
     api_key: str | None = None  # what clients must send; None: nothing
+    admin_key: str | None = None  # for what changes the server; None: nobody may
     allowed_origins: tuple[str, ...] = ()  # of web pages in browsers (CORS), "*" for any; none by default
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1 << 10)
     tool_call_parser: str = "auto"
@@ -57,4 +59,5 @@ def create_app(engine: EngineInterface, names: Sequence[str], api_key: str | Non
     for add in (add_chat, add_completions, add_responses, add_messages, add_embeddings, add_information, add_state):
         add(app, service)
     add_page(app)
+    add_admin(app, service, chosen.admin_key)
     return app

@@ -375,5 +375,5 @@ def add_chat(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         body = await read_body(request, ChatBody)
         name = service.check_model(body.model)
-        run = await service.chat(body.ask(service))
+        run = await service.chat(body.ask(service), name)
         return await answer(request, run.exchange, ChatShape(service, name, body, run), run.clock, body.stream)

@@ -144,6 +144,6 @@ def add_completions(app: FastAPI, service: Service) -> None:
         name = service.check_model(body.model)
         settings = body.settings()
         prompts = await service.encode(body.prompts())
-        exchange = await service.open(prompts, settings, body.format_field())
+        exchange = await service.open(prompts, settings, body.format_field(), name)
         shape = CompletionShape(service, name, body, prompts)
         return await answer(request, exchange, shape, service.metrics.watch(), body.stream)

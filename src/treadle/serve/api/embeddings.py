@@ -50,6 +50,8 @@ def add_embeddings(app: FastAPI, service: Service) -> None:
     async def embed(request: Request) -> Response:
         body = await read_body(request, EmbeddingBody)
         name = service.check_model(body.model)
+        if name not in service.names:
+            raise ApiError(400, f"'{name}' is an adapter, which gives no embeddings; ask for the model", "model")
         width = engine.spec.width
         if body.dimensions is not None and body.dimensions > width:
             raise ApiError(

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from treadle.config import TreadleError, UserError
+from treadle.serve.versions import Unavailable
 
 KINDS = {
     400: "invalid_request_error",
@@ -55,7 +56,9 @@ class ApiError(Exception):
 
 
 def as_api_error(error: TreadleError, param: str | None = None) -> ApiError:
-    """Return the answer to what the engine refused (400), or failed at (500)."""
+    """Return the answer to what the engine refused (400), cannot do for now (503), or failed at (500)."""
+    if isinstance(error, Unavailable):
+        return ApiError(503, str(error), param)
     return ApiError(400, str(error), param) if isinstance(error, UserError) else ApiError(500, str(error))
 
 

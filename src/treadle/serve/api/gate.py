@@ -9,6 +9,7 @@ import uuid
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treadle.serve.api.admin import PATHS as ADMIN_PATHS
 from treadle.serve.api.errors import ApiError
 from treadle.serve.api.page import PATHS as PAGE_PATHS
 
@@ -17,7 +18,7 @@ PATHS = frozenset(
     "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens /v1/embeddings "
     "/v1/models /tokenize /detokenize /health /metrics /state /".split()
 )
-OPEN_PATHS = frozenset(["/health"]) | PAGE_PATHS  # need no key
+OPEN_PATHS = frozenset(["/health"]) | PAGE_PATHS | ADMIN_PATHS  # need no key, or check one of their own
 _ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 
 

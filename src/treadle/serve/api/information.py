@@ -38,7 +38,7 @@ def add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [service.describe(name) for name in service.names]})
+        return JSONResponse({"object": "list", "data": [service.describe(name) for name in service.all_names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
@@ -48,6 +48,8 @@ def add_information(app: FastAPI, service: Service) -> None:
     async def health() -> JSONResponse:
         if engine.unhealthy:
             return JSONResponse({"status": "failed", "reason": engine.unhealthy}, 503)
+        if engine.asleep:
+            return JSONResponse({"status": "asleep", "reason": engine.asleep}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

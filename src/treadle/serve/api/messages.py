@@ -205,7 +205,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
     async def message(request: Request) -> Response:
         body = await read_body(request, MessagesBody)
         name = service.check_model(body.model)
-        run = await service.chat(body.ask(service))
+        run = await service.chat(body.ask(service), name)
         return await answer(request, run.exchange, MessagesShape(service, name, run), run.clock, body.stream)
 
     @app.post("/v1/messages/count_tokens")

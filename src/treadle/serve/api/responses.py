@@ -215,6 +215,6 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def respond(request: Request) -> Response:
         body = await read_body(request, ResponsesBody)
         name = service.check_model(body.model)
-        run = await service.chat(body.ask(service))
+        run = await service.chat(body.ask(service), name)
         given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return await answer(request, run.exchange, ResponsesShape(service, name, given, run), run.clock, body.stream)

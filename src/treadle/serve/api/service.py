@@ -66,10 +66,15 @@ class Service:
         tokenizer = engine.tokenizer
         self.chats = None if tokenizer is None else ChatFormat(tokenizer, tool_parser, reasoning_parser)
 
+    @property
+    def all_names(self) -> list[str]:
+        """What a request may call for: the model by each of its names, and its adapters by theirs."""
+        return [*self.names, *(name for name in self.engine.adapters if name not in self.names)]
+
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the answer. Raises ApiError (404) for one that is not served."""
-        if name is not None and name not in self.names:
-            known = ", ".join(self.names)
+        if name is not None and name not in self.all_names:
+            known = ", ".join(self.all_names)
             raise ApiError(404, f"the model '{name}' is not served here, only {known}", "model", "model_not_found")
         return name or self.names[0]
 
@@ -81,7 +86,7 @@ class Service:
             "created": self.started,
             "owned_by": "treadle",
             "max_model_len": self.engine.max_model_len,
-        }
+        } | ({} if name in self.names else {"parent": self.names[0]})
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the ids of prompts. Raises UserError for one that is empty, too long, or not of this model."""
@@ -118,13 +123,17 @@ class Service:
         except UserError as error:
             raise as_api_error(error, param) from error
 
-    async def open(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings, param: str = "") -> Exchange:
+    async def open(
+        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings, param: str = "", model: str = ""
+    ) -> Exchange:
         """Hand the prompts to the engine. Raises ApiError where it refuses them or too many wait already.
 
-        `param` is the field that a grammar comes from.
+        `param` is the field that a grammar comes from, `model` what was asked for: the name of an adapter, or another.
         """
-        if self.engine.failure:
-            raise ApiError(503, self.engine.failure)
+        if self.engine.failure or self.engine.asleep:
+            raise ApiError(503, self.engine.failure or self.engine.asleep)
+        if model and model not in self.names:
+            settings = SamplingSettings.of(settings, adapter=model)
         choices, waiting = len(prompts) * settings.n, self.engine.stats.waiting
         if choices > MAX_WAITING:
             raise ApiError(400, f"{choices} answers in one request; at most {MAX_WAITING}", "n")
@@ -140,8 +149,8 @@ class Service:
         except TreadleError as error:
             raise as_api_error(error) from error
 
-    async def chat(self, ask: ChatAsk) -> ChatRun:
-        """Hand a chat to the engine. Raises ApiError."""
+    async def chat(self, ask: ChatAsk, model: str = "") -> ChatRun:
+        """Hand a chat to the engine, for the model or adapter of that name. Raises ApiError."""
         prompt = await self.encode_chat(
             ask.messages, ask.tools, ask.add_generation_prompt, ask.variables, ask.continue_final
         )
@@ -154,7 +163,7 @@ class Service:
         if grammar is not None:
             changes["grammar"] = _after_reasoning(grammar, opening)
         param = "tools" if grammar is not None and grammar.kind == "tools" else ask.format_field
-        exchange = await self.open([prompt], SamplingSettings.of(ask.settings, **changes), param)
+        exchange = await self.open([prompt], SamplingSettings.of(ask.settings, **changes), param, model)
         names = [tool["function"]["name"] for tool in ask.tools]
         return ChatRun(exchange, self.metrics.watch(), lambda: chats.parser(opening, names))
 
