@@ -76,7 +76,7 @@ def test_inspect_shows_statistics_and_samples(texts: Path, capsys: pytest.Captur
         (["prepare", "missing.txt", "--out", "x", "--train-tokenizer", "400"], "missing.txt does not exist"),
         (["prepare", "texts", "--out", "x"], "choose one of --tokenizer"),
         (["prepare", "texts", "--out", "x", "--tokenizer", "nowhere"], "nowhere"),
-        (["prepare", "texts", "--out", "x", "--train-tokenizer", "9"], "vocabulary_size is 9, below"),
+        (["prepare", "texts", "--out", "x", "--train-tokenizer", "9"], "--train-tokenizer is 9, below"),
         (
             ["prepare", "texts", "--out", "x", "--train-tokenizer", "400", "--invalid-utf8", "error"],
             "broken.txt is not",
