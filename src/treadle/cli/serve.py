@@ -114,6 +114,7 @@ def serve(
     reasoning_parser: str = typer.Option(
         None, help="How the model marks its reasoning: think, mistral, none or auto (default: auto)."
     ),
+    weight_version: str = typer.Option(None, help="What answers call the weights (default: a name by their content)."),
     enable_lora: bool = typer.Option(
         None, "--enable-lora", help="Set memory aside for adapters at the start (default: off)."
     ),
