@@ -97,7 +97,7 @@ def test_a_checkpoint_records_what_it_was_made_with(tmp_path: Path, run_corpus: 
     tree = short(tmp_path, run_corpus, steps=1)
     train(tree)
     state = open_checkpoint(tmp_path / "checkpoints" / "latest").state
-    assert state["plan"] == {"dp_replicate": 1, "dp_shard": 1}
+    assert state["plan"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
     assert parse_settings(RunSettings, state["settings"]) == parse_settings(RunSettings, tree)
 
 
