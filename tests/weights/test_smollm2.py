@@ -21,7 +21,7 @@ from treadle.model.families import family_of
 from treadle.model.tokenizer import Tokenizer
 from treadle.model.transformer import Transformer
 from treadle.serve.engine import Engine
-from treadle.serve.model import Model, load
+from treadle.serve.model import Model
 from treadle.weights.convert import convert_model
 from treadle.weights.load import load_model, load_tokenizer
 
@@ -96,7 +96,7 @@ WAYS = {
     "chunks of a few tokens beside answers": {"max_num_seqs": 32, "max_num_batched_tokens": 36},
     "few blocks, so that sequences are preempted": {"max_num_seqs": 32, "kv_cache_memory": "30MB"},
     "blocks of five tokens, guesses": {"max_num_seqs": 4, "block_size": 5, "num_speculative_tokens": 4},
-    "two ranks that share each layer": {"tensor_parallel_size": 2},
+    # Its 9 heads and 3 key-value heads cannot be shared by two: tests/distributed has small models that can be.
     "two ranks of 15 layers": {"pipeline_parallel_size": 2},
 }
 
@@ -118,7 +118,7 @@ def greedy(both: Both) -> list[list[int]]:
 def test_greedy_tokens_are_the_same_however_they_are_computed(
     both: Both, greedy: list[list[int]], way: dict[str, Any]
 ) -> None:
-    model = load(smollm2()) if "parallel" in str(way) else Model(both.ours, both.tokenizer)
+    model = smollm2() if "pipeline_parallel_size" in way else Model(both.ours, both.tokenizer)
     with Engine(model, max_model_len=128, check_blocks=True, **way) as engine:
         found = engine.generate(both.prompts, temperature=0, max_tokens=NEW, ignore_eos=True)
         if "kv_cache_memory" in way:
