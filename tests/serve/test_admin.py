@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 
 from tests.serve.serving import Served
 from tests.serve.tiny import CONFIG, TEXT, TOKENS, build
+from treadle.config import UserError
 from treadle.model.families import read_spec
 from treadle.model.lora import LoraSpec, adapters, attach_lora
 from treadle.model.tokenizer import Tokenizer
 from treadle.serve.api.admin import PATHS
+from treadle.serve.api.app import create_app
 from treadle.serve.engine import Engine
 from treadle.serve.model import Model
 from treadle.weights.adapter import save_adapter
@@ -125,6 +128,14 @@ def test_adapters_are_models(served: Served, disk: dict[str, Path]) -> None:
     complete(served, "x", 404)
 
 
+def test_an_adapter_with_the_models_name_is_refused_at_the_start(disk: dict[str, Path]) -> None:
+    with (
+        Engine(disk["one"], lora_modules={"tiny": str(disk["x"])}) as engine,
+        pytest.raises(UserError, match="both called 'tiny'"),
+    ):
+        create_app(engine, ["tiny"])
+
+
 def test_sleep_and_wake(served: Served) -> None:
     before = complete(served)
     # No body is as good as an empty one.
@@ -135,9 +146,12 @@ def test_sleep_and_wake(served: Served) -> None:
     health = served.http.get("/health")
     assert health.status_code == 503 and health.json()["status"] == "asleep"
     assert served.http.get("/admin/state", headers=KEY).json()["asleep"] is True
+    assert served.http.get("/state").json()["status"] == "asleep"
+    assert re.search(r"^treadle_engine_asleep\{.*\} 1\.0$", served.http.get("/metrics").text, re.MULTILINE)
     assert "asleep" in post(served, "/admin/weights", 503, path="x")["error"]["message"]
     assert served.http.post("/admin/wake", headers=KEY).json()["asleep"] is False
     assert served.http.get("/health").status_code == 200
+    assert served.http.get("/state").json()["status"] != "asleep"
     after = complete(served)
     assert after["choices"] == before["choices"] and after["system_fingerprint"] == before["system_fingerprint"]
     for body in ({"level": 3}, {"mode": "gently"}, {"deeply": True}):

@@ -209,7 +209,7 @@ class Changes:
         core.tables.renew()
         if what == "freed":
             version.model = _moved(model, runner, model.path, model.version)
-        self._versions.refusing = ASLEEP
+        self._versions.refusing, core.stats.asleep = ASLEEP, True
         return what
 
     def wake(self) -> Facts:
@@ -240,7 +240,7 @@ class Changes:
         if staged is not None:
             versions.switch(staged.name, staged.model, staged.runner)
             versions.drop_unused(())
-        versions.refusing = ""
+        versions.refusing, self._core.stats.asleep = "", False
 
     # --- within
 

@@ -59,7 +59,10 @@ class Service:
     def __init__(
         self, engine: EngineInterface, names: Sequence[str], tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> None:
-        """Raises UserError for a parser that there is not."""
+        """Raises UserError for a parser that there is not, or an adapter that has the model's name."""
+        for name in names:
+            if name in engine.adapters:
+                raise UserError(f"the model and an adapter are both called '{name}'; give one of them another name")
         self.engine, self.names = engine, list(names)
         self.metrics = ServerMetrics(engine, self.names[0])
         self.started = int(time.time())
