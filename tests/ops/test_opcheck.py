@@ -10,6 +10,8 @@ import torch
 
 from treadle.ops import OPERATORS
 
+from .gguf_weights import gguf_bytes
+
 
 def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(shape, requires_grad=True)
@@ -37,6 +39,10 @@ def head(for_x: bool, for_weight: bool) -> tuple:
 
 def quantized_cache() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(4, 2, 10, 5, dtype=torch.uint8), torch.zeros(4, 2, 5, 10, dtype=torch.uint8)
+
+
+def packed(format: str) -> torch.Tensor:
+    return torch.ops.treadle.quantized_pack(gguf_bytes(format, 5, 64), format, 5, 64)
 
 
 SAMPLES: dict[str, list[Callable[[], tuple]]] = {
@@ -77,6 +83,12 @@ SAMPLES: dict[str, list[Callable[[], tuple]]] = {
             torch.tensor([7, 2], dtype=torch.int32),
             0.3,
         )
+    ],
+    "quantized_pack": [lambda: (gguf_bytes("Q4_1", 5, 64), "Q4_1", 5, 64)],
+    "quantized_rows": [lambda: (packed("Q4_1"), torch.tensor([4, 0]), "Q4_1", 5, 64)],
+    "quantized_linear": [
+        lambda: (leaf(3, 64), packed("Q4_1"), "Q4_1", 5),
+        lambda: (leaf(2, 3, 64), packed("Q8_0"), "Q8_0", 5, leaf(5)),
     ],
     "sample": [
         lambda: (torch.randn(3, 9), torch.ones(3), torch.ones(3, dtype=torch.int32), *torch.rand(3, 3).unbind())

@@ -8,6 +8,7 @@ from treadle.ops.loss import linear_cross_entropy
 from treadle.ops.norm import add_rms_norm, rms_norm
 from treadle.ops.paged_attention import paged_attention
 from treadle.ops.paged_cache import paged_write
+from treadle.ops.quantized import quantized_linear, quantized_pack, quantized_rows
 from treadle.ops.registry import OPERATORS, Kernel, Operator
 from treadle.ops.rope import rope
 from treadle.ops.sampling import sample
@@ -24,6 +25,9 @@ __all__ = [
     "packed_attention",
     "paged_attention",
     "paged_write",
+    "quantized_linear",
+    "quantized_pack",
+    "quantized_rows",
     "rms_norm",
     "rope",
     "row_invariant",

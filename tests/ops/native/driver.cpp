@@ -34,6 +34,8 @@ std::int32_t treadle_exchange_gather(void*, std::int64_t, std::int32_t, std::int
                                      std::int64_t);
 }
 
+void quantized_layers(int threads);  // quantized_driver.cpp
+
 namespace {
 
 constexpr std::int64_t kWidths[] = {1, 2, 7, 15, 16, 17, 31, 64, 129, 1000};
@@ -247,6 +249,8 @@ int main() {
     std::printf("%s\n", name);
     everything(1);
     everything(4);
+    quantized_layers(1);
+    quantized_layers(4);
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) {
       callers.emplace_back([] {

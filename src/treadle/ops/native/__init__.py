@@ -15,7 +15,7 @@ from pathlib import Path
 
 from treadle.config.errors import UserError, nearest
 
-ABI = 5
+ABI = 6
 NAME = "treadle_native.so"
 
 

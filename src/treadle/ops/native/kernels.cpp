@@ -18,6 +18,7 @@ namespace treadle {
 namespace TREADLE_VARIANT {
 
 extern const PagedKernels paged_kernels;
+extern const QuantizedKernels quantized_kernels;
 extern const Kernels kernels;
 const Kernels kernels = {TREADLE_TEXT(TREADLE_VARIANT),
                          rms_norm,
@@ -27,7 +28,8 @@ const Kernels kernels = {TREADLE_TEXT(TREADLE_VARIANT),
                          rope,
                          cross_entropy,
                          sample,
-                         &paged_kernels};
+                         &paged_kernels,
+                         &quantized_kernels};
 
 }  // namespace TREADLE_VARIANT
 }  // namespace treadle

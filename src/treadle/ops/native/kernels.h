@@ -77,6 +77,7 @@ struct Sample {
 };
 
 struct PagedKernels;
+struct QuantizedKernels;
 
 // Each function handles rows begin .. end-1. `grad_weight` is float32 and is added to.
 struct Kernels {
@@ -89,6 +90,7 @@ struct Kernels {
   void (*cross_entropy)(const CrossEntropy&, std::int64_t begin, std::int64_t end);
   void (*sample)(const Sample&, std::int64_t begin, std::int64_t end);
   const PagedKernels* paged;
+  const QuantizedKernels* quantized;
 };
 
 // The variant in use.

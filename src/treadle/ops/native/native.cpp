@@ -19,8 +19,14 @@ namespace baseline { extern const Kernels kernels; }
 #ifdef TREADLE_HAVE_AVX2
 namespace avx2 { extern const Kernels kernels; }
 #endif
+#ifdef TREADLE_HAVE_AVX_VNNI
+namespace avx_vnni { extern const Kernels kernels; }
+#endif
 #ifdef TREADLE_HAVE_AVX512
 namespace avx512 { extern const Kernels kernels; }
+#endif
+#ifdef TREADLE_HAVE_AVX512_VNNI
+namespace avx512_vnni { extern const Kernels kernels; }
 #endif
 #ifdef TREADLE_HAVE_AVX512_BF16
 namespace avx512_bf16 { extern const Kernels kernels; }
@@ -42,11 +48,19 @@ std::vector<const Kernels*> runnable() {
   if (wide && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
     found.push_back(&avx512_bf16::kernels);
 #endif
+#ifdef TREADLE_HAVE_AVX512_VNNI
+  if (wide && __builtin_cpu_supports("avx512vnni")) found.push_back(&avx512_vnni::kernels);
+#endif
 #ifdef TREADLE_HAVE_AVX512
   if (wide) found.push_back(&avx512::kernels);
 #endif
+  [[maybe_unused]] const bool half_wide =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#ifdef TREADLE_HAVE_AVX_VNNI
+  if (half_wide && __builtin_cpu_supports("avxvnni")) found.push_back(&avx_vnni::kernels);
+#endif
 #ifdef TREADLE_HAVE_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
+  if (half_wide) found.push_back(&avx2::kernels);
 #endif
 #endif
   found.push_back(&baseline::kernels);
@@ -97,7 +111,7 @@ const Kernels& chosen_kernels() { return *chosen().load(); }
 using namespace treadle;
 
 // Changes whenever a function's meaning does; the Python side refuses a library of another number.
-TREADLE_EXPORT int32_t treadle_abi() { return 5; }
+TREADLE_EXPORT int32_t treadle_abi() { return 6; }
 
 // The size in bytes of the argument structure at `index`, so that the Python side can compare its own; -1 beyond the last.
 TREADLE_EXPORT int32_t treadle_size(int32_t index) {
