@@ -68,8 +68,9 @@ class Server:
             words = [program, "-m", self.target, "--port", str(port), "-t", str(limits.threads)]
             # Its context is that of all slots together.
             return [*words, "-np", str(limits.seqs), "-c", str(limits.seqs * limits.length), *self.flags]
-        program = _peer("vllm", "bin/vllm")
-        words = [program, "serve", _as_folder(self.target, folder), "--host", "127.0.0.1", "--port", str(port)]
+        # Not by its command: that of the CPU package looks for the metadata of a package of another name.
+        words = [_peer("vllm", "bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
+        words += ["--model", _as_folder(self.target, folder), "--host", "127.0.0.1", "--port", str(port)]
         words += ["--dtype", "bfloat16", "--max-num-seqs", str(limits.seqs), "--max-model-len", str(limits.length)]
         return [*words, *self.flags]
 

@@ -235,12 +235,13 @@ def test_servers_are_started_with_the_same_limits(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit, match=r"setup llama\.cpp"):
         monkeypatch.setattr("serving.servers.PEERS_HOME", tmp_path)
         Server.parse("llama.cpp=m.gguf").command(8001, limits, tmp_path)
-    for name in ("llama.cpp/bin/llama-server", "vllm/bin/vllm"):
+    for name in ("llama.cpp/bin/llama-server", "vllm/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     peer = " ".join(Server.parse("llama.cpp=m.gguf").command(8001, limits, tmp_path))
     assert peer.endswith("llama-server -m m.gguf --port 8001 -t 2 -np 8 -c 8192")
     other = " ".join(Server.parse(f"vllm={tmp_path}").command(8001, limits, tmp_path))
+    assert "-m vllm.entrypoints.openai.api_server --model" in other
     assert other.endswith("--port 8001 --dtype bfloat16 --max-num-seqs 8 --max-model-len 1024")
     for wrong in ("sglang=m", "treadle=", "treadle"):
         with pytest.raises(SystemExit, match="is not KIND"):

@@ -35,9 +35,12 @@ def test_the_library_is_built_where_there_is_a_compiler() -> None:
 @needs_native
 def test_the_variants_follow_the_processor() -> None:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if "avx512_bf16" in flags:
-        assert native.runnable() == ["avx512_bf16", "avx512", "avx2", "baseline"]
-    elif "avx2" in flags:
+    wide = {"avx512_bf16", "avx512_vnni"} <= set(flags.split())
+    if wide and "avx_vnni" in flags.split():
+        assert native.runnable() == ["avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "baseline"]
+    elif wide:
+        assert native.runnable() == ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "baseline"]
+    elif "avx2" in flags.split():
         assert "avx2" in native.runnable()
 
 

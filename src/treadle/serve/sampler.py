@@ -15,9 +15,8 @@ from torch import Tensor
 
 from treadle import ops
 from treadle.config import TreadleError
+from treadle.config.mixing import MASK, mix64
 from treadle.serve.request import Request, TokenLogprob
-
-_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -88,20 +87,17 @@ def _draw(logits: Float[Tensor, "R V"], rows: Sequence[Row]) -> Int[Tensor, "R"]
 
 def uniform(seed: int, place: int) -> float:
     """Return a number in [0, 1) for token number `place` of a request: two rounds of splitmix64's finalizer."""
-    return (_mix(_mix(seed & _MASK) ^ place) >> 11) * 2.0**-53
+    return (_mix(_mix(seed & MASK) ^ place) >> 11) * 2.0**-53
 
 
 def derive_seed(seed: int, index: int) -> int:
     """Return the seed of choice `index` of a request (choice 0 keeps the request's own)."""
-    return seed if index == 0 else _mix((seed & _MASK) ^ _mix(index))
+    return seed if index == 0 else _mix((seed & MASK) ^ _mix(index))
 
 
 def _mix(x: int) -> int:
-    """Steele, Lea and Flood 2014 (splitmix64), with the constants of Stafford's variant 13."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    """Splitmix64's step: the golden ratio added, then its finalizer."""
+    return mix64(x + 0x9E3779B97F4A7C15)
 
 
 def adjust(logits: Float[Tensor, "V"], row: Row) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from treadle.config.progress import amount_text
 from treadle.serve.engine import Engine
+from treadle.serve.kv_cache import KVFormat
 
 
 def engine_summary(engine: Engine) -> list[str]:
@@ -15,14 +16,15 @@ def engine_summary(engine: Engine) -> list[str]:
     where = f"{model.device}"
     if model.device.type == "cpu":
         where += f" ({torch.get_num_threads()} threads)"
+    stored = KVFormat.of(engine.settings.kv_cache_dtype, model.dtype, model.device).name
     rows = [
         ("model", f"{spec.family}, {amount_text(spec.parameters_count(), 'parameters')}"),
         ("dtype", f"{str(model.dtype).removeprefix('torch.')} on {where}"),
         ("context", f"{capacity.length} tokens (the model's: {spec.max_positions})"),
         (
             "KV cache",
-            f"{capacity.tokens} tokens in blocks of {capacity.block_size}, up to {capacity.seqs} sequences at once, "
-            f"{amount_text(capacity.bytes, 'B')} when full",
+            f"{stored}, {capacity.tokens} tokens in blocks of {capacity.block_size}, "
+            f"up to {capacity.seqs} sequences at once, {amount_text(capacity.bytes, 'B')} when full",
         ),
         ("kernels", ", ".join(f"{name}: {kernels}" for name, kernels in engine.probe_kernels().items())),
     ]

@@ -35,6 +35,7 @@ def test_it_tells_what_is_served_and_what_happened(server: Served) -> None:
     assert state["chats"] and state["takes_text"] and state["takes_system"]
     assert state["kv_cache"]["tokens"] == 4 * 256 and state["kv_cache"]["sequences"] == 4
     assert state["summary"]["dtype"].startswith("float32 on cpu") and "rms_norm" in state["summary"]["kernels"]
+    assert state["summary"]["KV cache"].startswith("float32, 1024 tokens in blocks of 16")
     (engine,) = state["engines"]
     expected = {
         "running": 0, "waiting": 0, "generated_tokens": 10, "prompt_tokens": 80, "looked_up_tokens": 80,
